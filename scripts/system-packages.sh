@@ -1,13 +1,15 @@
 #!/bin/sh
-# Install the system packages that the set-up needs: Python's venv module, Java 17 to 21 for Spark, and Debian's
-# PostgreSQL 15 as one more version to test on. Without root, print how to install them; the set-up continues without
-# Java and PostgreSQL 15.
+# Install the system packages that the set-up needs: Python's venv module, Java 17 to 21 for Spark, Debian's
+# PostgreSQL 15 as one more version to test on, and Prometheus and Chromium for tests of the server and its page.
+# Without root, print how to install them; the set-up continues without all but the first.
 # Usage: system-packages.sh <python>
 set -eu
 
 python=${1:-python3}
 cluster_settings=/etc/postgresql-common/createcluster.d/penstock.conf
 # Keep Debian's package from creating and starting a server; only its programs are used.
+# The same for Debian's Prometheus: no service is started.
+no_services=/usr/sbin/policy-rc.d
 no_cluster="mkdir -p ${cluster_settings%/*} && echo 'create_main_cluster = false' > $cluster_settings"
 missing=
 needed=
@@ -26,6 +28,10 @@ if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
 fi
 if [ ! -x /usr/lib/postgresql/15/bin/postgres ] && command -v apt-get >/dev/null; then
     missing="postgresql-15"
+fi
+if command -v apt-get >/dev/null; then
+    command -v promtool >/dev/null || missing=$(echo $missing prometheus)
+    command -v chromium >/dev/null || missing=$(echo $missing chromium fonts-dejavu-core)
 fi
 java_found=
 for java in ${JAVA_HOME:+"$JAVA_HOME/bin/java"} java /usr/lib/jvm/*/bin/java; do
@@ -50,10 +56,17 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $needed >/dev/null
     fi
     if [ -n "$missing" ]; then
+        made=
         if [ ! -e "$cluster_settings" ]; then
             sh -c "$no_cluster"
-            trap 'rm -f "$cluster_settings"' EXIT
+            made=$cluster_settings
         fi
+        if [ ! -e "$no_services" ]; then
+            printf '#!/bin/sh\nexit 101\n' >"$no_services"
+            chmod +x "$no_services"
+            made="$made $no_services"
+        fi
+        trap 'rm -f $made' EXIT
         apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends $missing >/dev/null ||
             echo "make: could not install $missing; tests that need it are skipped or fail" >&2
     fi
@@ -72,4 +85,4 @@ if [ -n "$needed" ]; then
     echo "make: cannot create an environment without $needed." >&2
     exit 1
 fi
-echo "make: continuing without $missing; tests on PostgreSQL 15 are skipped and listed, tests on Spark fail." >&2
+echo "make: continuing without $missing; tests that need it are skipped and listed, those on Spark fail." >&2

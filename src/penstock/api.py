@@ -28,6 +28,7 @@ from penstock.operations.signals import Ending
 from penstock.operations.status import PipelineStatus, pipeline_status
 from penstock.operations.stores import existing_store
 from penstock.operations.verify import VerifyReport, VerifyRequest, verify_pipeline, verify_running
+from penstock.server.serving import Serving, require_server, serving
 from penstock.source import SourceSettings
 from penstock.source.preflight import Report as CheckReport
 
@@ -65,7 +66,8 @@ class Pipeline:
         tables: a name or pattern of the tables to copy and follow, or several; all tables by default.
         id: name of the pipeline, and of its slot and publication; by default the name of the database.
         folder: relative paths are relative to it, and it holds the spool and the state.
-        sections: the other sections of a config file: `pipeline`, `state`, `copy`, `spark`, `types`, `index`, `sink`.
+        sections: the other sections of a config file: `pipeline`, `state`, `copy`, `spark`, `types`, `index`, `sink`,
+            `server`.
 
     Raises:
         ConfigError: the arguments are not valid; the message names every key that is wrong.
@@ -116,6 +118,7 @@ class Pipeline:
     def _set(self, config: Config) -> None:
         self._config = config
         self._running: Running | None = None
+        self._server: Serving | None = None
         self._stack = ExitStack()
 
     def __repr__(self) -> str:
@@ -133,6 +136,11 @@ class Pipeline:
         """The name of the pipeline."""
         return self._config.pipeline.id
 
+    @property
+    def address(self) -> str | None:
+        """The URL of the server of a running pipeline; None without `server={…}`, and until it listens."""
+        return None if self._server is None else self._server.address
+
     def start(self) -> None:
         """Start; returns when changes flow, while tables are still being copied.
 
@@ -148,7 +156,7 @@ class Pipeline:
             with self._config.discreet():
                 self._stack.close()
         finally:
-            self._running = None
+            self._running = self._server = None
 
     def run(self) -> None:
         """Start, and run until SIGINT (Ctrl-C), SIGTERM or an error; then close. Call it from the main thread.
@@ -218,8 +226,10 @@ class Pipeline:
         if self._config.documents is not None and self._config.documents.polling is not None:
             raise ConfigError("a pipeline with [polling] cannot be started from Python", hint="Use `penstock run`.")
         with self._config.discreet(), ExitStack() as stack:
+            require_server(self._config)
             self._running = stack.enter_context(started(self._config, ending))
             stack.enter_context(_watched(self._running))
+            self._server = stack.enter_context(serving(self._config, self._running))
             self._stack = stack.pop_all()
 
     def _require_running(self) -> Running:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from penstock import failpoints
+from penstock.capture import CaptureStatus
 from penstock.errors import PenstockError, Retry
 from penstock.headroom import Headroom
 from penstock.output import FailedOutput, Output, RunningOutput
@@ -60,6 +61,7 @@ class Coordinator:
         self._stack = ExitStack()
         self._unpublished: Mapping[str, PenstockError] = {}
         self._headroom = Headroom()
+        self._stream: Stream | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -90,6 +92,11 @@ class Coordinator:
         """What the stream has left for its spool and for WAL on the server."""
         return self._headroom
 
+    @property
+    def capture(self) -> CaptureStatus | None:
+        """The last report of capture; None before the start."""
+        return None if self._stream is None else self._stream.capture
+
     def start(self) -> None:
         """Return when changes flow; copies continue. If a step fails, undo the steps before it and raise.
 
@@ -105,6 +112,7 @@ class Coordinator:
             stream = stack.enter_context(
                 open_stream(self._outputs[0].settings, {each.output: each.store for each in self._outputs})
             )
+            self._stream = stream
             published = self._published = stream.refresh()
             self._await_tasks()
             for output, lease in zip(self._outputs, leases, strict=True):

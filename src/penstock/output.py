@@ -17,6 +17,7 @@ from typing import Protocol
 
 from penstock.errors import LeaseLost, PenstockError
 from penstock.lsn import Lsn
+from penstock.observe.tally import Tally
 from penstock.state import (
     Command,
     CommandKind,
@@ -72,6 +73,8 @@ class RunningOutput(ABC):
         self.settings = settings
         self.store = store
         self.lifecycle = lifecycle
+        self.tally = Tally()
+        """Counts what its threads do, for metrics."""
         self.refresh_wanted = threading.Event()
         """Set when a command asks to refresh the publication."""
         if store.is_paused():

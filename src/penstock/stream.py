@@ -19,7 +19,7 @@ from typing import Any
 import psycopg
 
 from penstock import failpoints
-from penstock.capture import CaptureProcess, CaptureSettings
+from penstock.capture import CaptureProcess, CaptureSettings, CaptureStatus
 from penstock.capture.assembler import AssemblerSettings
 from penstock.errors import (
     LineageChanged,
@@ -172,6 +172,11 @@ class Stream:
     def start_of(self, output: str) -> Lsn:
         """Return where an output starts to read."""
         return self._starts[output]
+
+    @property
+    def capture(self) -> CaptureStatus:
+        """The last report of capture."""
+        return self._capture.last_status
 
     @property
     def headroom(self) -> Headroom:

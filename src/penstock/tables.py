@@ -66,7 +66,7 @@ from penstock.workers import (
     TableSyncView,
 )
 from penstock.workers.catalog_changes import CatalogChanges, CatalogSettings
-from penstock.workers.failures import Policies, errored
+from penstock.workers.failures import Policies, as_error, errored
 
 __all__ = ["DEFAULT_OUTPUT", "OnLostSlot", "RunningTables", "TablesOutput", "TablesSettings"]
 
@@ -227,6 +227,7 @@ class RunningTables(RunningOutput):
             transforms=self._transforms,
             try_tasks=lambda: self._tasks.run([None], _do_nothing, description="check that tasks run"),
             schema_changes=self._schema_changes,
+            tally=self.tally,
         )
         self._catalog = CatalogChanges(
             CatalogSettings(settings.source, settings.publication, settings.copy, settings.types, settings.ddl_trigger),
@@ -518,6 +519,7 @@ class RunningTables(RunningOutput):
             transforms=self._transforms,
             schema_changes=self._schema_changes(table_id),
             known_as=self._policies.known_as(table_id),
+            tally=self.tally,
         )
         self._syncs[table_id] = worker.view
         return worker
@@ -534,6 +536,8 @@ class RunningTables(RunningOutput):
             # A table that was dropped or unpublished is forgotten at the next look; one that came back is copied.
             has_left = isinstance(error, PublicationChanged)
             failed = errored(phase, error, position=None, after=after, timed=has_left)
+            if not has_left:
+                self.tally.count("errors", type(as_error(error)).__name__)
             level = logging.INFO if has_left else logging.ERROR
             text = "copy stopped table=%s reason=%s"
             logger.log(level, text, self._name_of(table_id), failed.reason, extra={"reported_as": "stopped"})

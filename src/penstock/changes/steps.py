@@ -55,6 +55,8 @@ class Segment:
     """Rows with cells whose type cannot hold them; their texts are in `_unrepresentable`."""
     memory: int = 0
     """Bytes of the rows when they are read; `bytes` says little about it, because the file is compressed."""
+    operations: tuple[int, ...] = ()
+    """How many rows were inserted, updated and deleted; empty if that is not known."""
     after: Lsn | None = None
     """Changes before this boundary are left out; None if there are none in the file."""
     until: Lsn | None = None

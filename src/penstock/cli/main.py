@@ -23,6 +23,7 @@ from penstock.cli.demo import demo
 from penstock.cli.display import LastingStream, echo, stderr_console
 from penstock.cli.index import index
 from penstock.cli.init import init
+from penstock.cli.monitoring import monitoring
 from penstock.cli.quarantine import quarantine
 from penstock.cli.report import report
 from penstock.cli.run import run
@@ -65,6 +66,7 @@ app.command("init", rich_help_panel=_START)(init)
 app.add_typer(schema, rich_help_panel=_START)
 app.command("run", rich_help_panel=_RUN)(run)
 app.command("systemd", rich_help_panel=_RUN)(systemd)
+app.add_typer(monitoring, rich_help_panel=_RUN)
 app.command("status", rich_help_panel=_RUN)(status)
 app.command("tables", rich_help_panel=_RUN)(tables)
 app.command("resync", rich_help_panel=_RUN)(resync)

@@ -23,6 +23,7 @@ from penstock.operations.polling import run_polling
 from penstock.operations.running import POLL_SECONDS, Running, started
 from penstock.operations.signals import Ending
 from penstock.operations.supervision import Child, Link, Supervisor, child_command, exit_status
+from penstock.server.serving import require_server, serving
 
 _STATUS_SECONDS = 10.0
 
@@ -148,7 +149,13 @@ def _run(config: Config, ending: Ending, display: Display, link: Link | None, *,
             link.started()
         run_polling(config, polling, ending, display.say, once=once)
         return
-    with started(config, ending, display.say) as running:
+    require_server(config)
+    with started(config, ending, display.say) as running, serving(config, running) as server:
+        if server is not None:
+            server.listening.wait(1)
+            display.say(
+                f"serving on {server.address}" if server.address else "the server cannot start yet; see the log"
+            )
         if link is not None:
             link.started()
         caught_up = _watch(running, ending, display, once=once)

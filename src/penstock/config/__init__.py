@@ -1,7 +1,7 @@
 """The config file: read, validated, and turned into settings."""
 
 from penstock.config.documents import DocumentsChoice, IndexChoice, PollingChoice
-from penstock.config.loading import Config, OutputChoice, SparkChoice, load_config, make_config
+from penstock.config.loading import Config, OutputChoice, ServerChoice, SparkChoice, load_config, make_config
 
 __all__ = [
     "Config",
@@ -9,6 +9,7 @@ __all__ = [
     "IndexChoice",
     "OutputChoice",
     "PollingChoice",
+    "ServerChoice",
     "SparkChoice",
     "load_config",
     "make_config",

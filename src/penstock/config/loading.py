@@ -69,6 +69,25 @@ class SparkChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerChoice:
+    """Where the HTTP server listens, and what it allows."""
+
+    host: str = "127.0.0.1"
+    port: int = 8321
+    """0 for any free port."""
+    token: str | None = field(repr=False, default=None)
+    """Allows actions; None if there are none."""
+    hosts: tuple[str, ...] = ()
+    """Names under which people reach it, besides `localhost` and IP addresses."""
+    ready_lag: float = 60.0
+    """Seconds of lag up to which the pipeline is ready."""
+    metric_tables: int = 100
+    """How many tables have metrics of their own."""
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class OutputChoice:
     """A tables output."""
 
@@ -94,6 +113,8 @@ class Config:
     """The documents output."""
     copy_tasks: int | None = None
     """Most tasks that read tables at the same time; None for the default of Spark or of this process."""
+    server: ServerChoice | None = None
+    """The HTTP server; None if there is none."""
     state_url: str = field(repr=False, default="memory:")
     secrets: frozenset[str] = field(repr=False, default=frozenset())
     """Values from the environment, which must not be shown."""
@@ -293,6 +314,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         spark=_spark_choice(file),
         documents=documents_choice(file, settings, folder),
         copy_tasks=file.copy_.max_connections,
+        server=_server_choice(file, folder),
         state_url=_state_url(file, folder, spool),
         secrets=secrets,
     )
@@ -396,6 +418,22 @@ def _state_url(file: ConfigFile, folder: Path, spool: Path) -> str:
     if url.startswith(_SQLITE) and len(url) > len(_SQLITE) and "?" not in url:
         return f"{_SQLITE}{folder / url.removeprefix(_SQLITE)}"
     return url
+
+
+def _server_choice(file: ConfigFile, folder: Path) -> ServerChoice | None:
+    section = file.server
+    if section is None:
+        return None
+    return ServerChoice(
+        host=section.host,
+        port=section.port,
+        token=None if section.token is None else section.token.get_secret_value(),
+        hosts=tuple(each.lower() for each in section.hosts),
+        ready_lag=section.ready_lag.total_seconds(),
+        metric_tables=section.metric_tables,
+        tls_certificate=None if section.tls_certificate is None else folder / section.tls_certificate,
+        tls_key=None if section.tls_key is None else folder / section.tls_key,
+    )
 
 
 def _spark_choice(file: ConfigFile) -> SparkChoice:

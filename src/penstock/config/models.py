@@ -259,6 +259,25 @@ class TableSection(Section):
     schema_changes: SchemaChangesSection = SchemaChangesSection()
 
 
+class ServerSection(Section):
+    """The HTTP server of a running pipeline."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8321
+    token: Annotated[SecretStr, Field(min_length=16)] | None = None
+    hosts: tuple[str, ...] = ()
+    ready_lag: Duration = timedelta(seconds=60)
+    metric_tables: Annotated[int, Field(ge=0, le=10_000)] = 100
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+
+    @model_validator(mode="after")
+    def _need_both(self) -> ServerSection:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key need each other")
+        return self
+
+
 class ConfigFile(Section):
     """A whole file."""
 
@@ -284,6 +303,8 @@ class ConfigFile(Section):
     hash: HashSection | None = None
     tables: dict[str, TableSection] = {}
     """What differs for single tables, by their names."""
+    server: ServerSection | None = None
+    """None: there is no server."""
 
     @model_validator(mode="after")
     def _need_a_managed_publication(self) -> ConfigFile:
@@ -311,6 +332,8 @@ class ConfigFile(Section):
             raise ValueError("[[index]] needs a [sink] for its documents")
         if self.polling is not None and self.destination:
             raise ValueError("[polling] is only for documents: a [destination] needs logical decoding")
+        if self.polling is not None and self.server is not None:
+            raise ValueError("[server] needs logical decoding: it cannot be combined with [polling]")
         if self.sink is not None and not self.index:
             raise ValueError("[sink] needs an [[index]]")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):

@@ -50,6 +50,7 @@ from penstock.documents.writer import (
     DocumentWriter,
 )
 from penstock.errors import PenstockError
+from penstock.observe.tally import Tally
 from penstock.sinks.base import Sink
 from penstock.state import MemoryStore, Store
 from penstock.state.quarantine import Quarantine
@@ -86,6 +87,7 @@ class Engine:
         store: Store | None = None,
         tasks: Tasks | None = None,
         stop: threading.Event | None = None,
+        tally: Tally | None = None,
     ) -> None:
         """`queue` makes a queue for a capacity, `ChangeQueue` by default; not used if the source has its own.
 
@@ -112,10 +114,12 @@ class Engine:
         runs_here = not sink.runs_in_tasks or documents.for_tasks() is None
         if tasks is None or (runs_here and not isinstance(tasks, ProcessTasks)):
             tasks = ProcessTasks()
-        self.rejections = Rejections(self.settings.failure_policies, quarantine, self._observer)
+        self.rejections = Rejections(self.settings.failure_policies, quarantine, self._observer, tally)
         self.builds = Builds(self.store, are_durable=store is not None)
         self.readiness = Readiness(self.builds, sink, skip_backfill=self.settings.skip_backfill)
-        self.writer = DocumentWriter(self.settings, tasks, sink, lambda: self.documents, self.builds, self.rejections)
+        self.writer = DocumentWriter(
+            self.settings, tasks, sink, lambda: self.documents, self.builds, self.rejections, tally
+        )
         self.fan_outs = FanOuts(
             store=self.store,
             builds=self.builds,

@@ -124,6 +124,7 @@ class RunningDocuments(RunningOutput):
             store=self.store,
             tasks=output.tasks,
             stop=lifecycle.stop,
+            tally=self.tally,
         )
         self._builds = self._engine.builds
         self._missed = MissedChanges(
@@ -204,6 +205,7 @@ class RunningDocuments(RunningOutput):
                     self._observer.on_error(str(error))
                     raise
                 delay = backoff.next_delay()
+                self.tally.count("retries", name, type(error).__name__)
                 logger.warning("documents: %s failed, retrying in=%.1fs error=%s", name, delay, error)
                 if name == "changes":
                     self._outages.add(error)

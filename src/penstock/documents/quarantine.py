@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from penstock.documents.base import FailurePolicies, Observer
 from penstock.lsn import Lsn
+from penstock.observe.tally import Tally
 from penstock.sinks.base import Rejection
 from penstock.state.quarantine import Quarantine
 
@@ -17,8 +19,15 @@ logger = logging.getLogger(__name__)
 class Rejections:
     """Decides what happens to rejected documents: stop, or quarantine them. Any thread may call."""
 
-    def __init__(self, policies: FailurePolicies, quarantine: Quarantine | None, observer: Observer) -> None:
+    def __init__(
+        self,
+        policies: FailurePolicies,
+        quarantine: Quarantine | None,
+        observer: Observer,
+        tally: Tally | None = None,
+    ) -> None:
         self._policies = policies
+        self._tally = tally or Tally()
         self._quarantine = quarantine
         self._observer = observer
         self._lock = threading.Lock()
@@ -40,11 +49,20 @@ class Rejections:
 
     def handle(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:
         """Quarantine documents, or raise `DocumentsRejected`; decides about all before it acts on one."""
+        self._count(rejections)
         self._policies.raise_fatal(rejections)
-        self.quarantine(rejections, position)
+        self._keep(rejections, position)
 
     def quarantine(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:
         """Quarantine documents, whatever the policy."""
+        self._count(rejections)
+        self._keep(rejections, position)
+
+    def _count(self, rejections: Sequence[Rejection]) -> None:
+        for index, count in Counter(each.index for each in rejections).items():
+            self._tally.count("documents", index, "rejected", by=count)
+
+    def _keep(self, rejections: Sequence[Rejection], position: Lsn | None) -> None:
         if not rejections:
             return
         if self._quarantine is not None:

@@ -30,6 +30,7 @@ from penstock.documents.builds import Builds
 from penstock.documents.quarantine import Rejections
 from penstock.documents.resolve import ResolvedKeys
 from penstock.errors import QueryFailed
+from penstock.observe.tally import Tally
 from penstock.sinks.base import DOCUMENT_SCHEMA, Rejection, Sink
 from penstock.workers.process_tasks import ProcessTasks
 
@@ -297,8 +298,10 @@ class DocumentWriter:
         documents: Callable[[], DocumentBuilder],
         builds: Builds,
         rejections: Rejections,
+        tally: Tally | None = None,
     ) -> None:
         """`documents` returns the builder as it was last compiled."""
+        self._tally = tally or Tally()
         self.sink = SharedSink(sink)
         self.generations = Generations()
         self._settings = settings
@@ -358,6 +361,9 @@ class DocumentWriter:
         """Return the rejections; documents that the sink has accepted leave the quarantine."""
         for each in outcomes:
             self._rejections.release(each.index, each.taken)
+            self._tally.count("documents", each.index, "sent", by=each.bodies)
+            removed = each.documents - each.bodies - len(each.rejections)
+            self._tally.count("documents", each.index, "removed", by=removed)
         return [rejection for each in outcomes for rejection in each.rejections]
 
     def _waves(self, keys: Iterable[ResolvedKeys]) -> Iterator[list[ResolvedKeys]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,18 @@ def send_command(
     tables: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     wait: float = WAIT_SECONDS,
+    stores: Mapping[str, Store] | None = None,
+    requested_by: str | None = None,
 ) -> Iterator[Sent]:
-    """Send a command to an output, or to all: a command about tables to those of tables only."""
+    """Send a command to an output, or to all: a command about tables to those of tables only.
+
+    `stores` are those of outputs that run in this process, by name. `requested_by` is who asks, if not this user.
+    """
     chosen: Sequence[OutputChoice | DocumentsChoice]
     chosen = chosen_outputs(config, output) if tables else every_chosen_output(config, output)
     for each in chosen:
-        with existing_store(config, each) as store:
+        opened = (stores or {}).get(each.name)
+        with existing_store(config, each) if opened is None else nullcontext(opened) as store:
             if store is None:
                 raise PenstockError(
                     f"pipeline {config.pipeline.id} has not run yet: there is nothing to {kind.value.split('_')[0]}",
@@ -51,7 +58,8 @@ def send_command(
             driver = running(store)
             if driver is None and kind is CommandKind.RESYNC:
                 _require_slot(config, store)
-            command = store.add_command(kind, choose_tables(config, store, tables), options=dict(options or {}))
+            chosen_tables = choose_tables(config, store, tables)
+            command = store.add_command(kind, chosen_tables, options=dict(options or {}), requested_by=requested_by)
             if driver is not None:
                 command = _await_answer(store, command, wait)
         yield Sent(each.name, command, driver is not None)

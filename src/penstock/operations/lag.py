@@ -84,6 +84,12 @@ class LagWatch:
             return self._lag.behind(time.time(), applied, last_commit_time)
 
     @property
+    def age(self) -> float:
+        """Seconds since the server last answered."""
+        with self._lock:
+            return max(0.0, time.time() - self._sampled_at)
+
+    @property
     def lost_since(self) -> float | None:
         """When the server last answered, as Unix time, if it no longer does; None if it does."""
         with self._lock:

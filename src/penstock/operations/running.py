@@ -11,10 +11,13 @@ Everything that knows how a config becomes a `Coordinator` is in this module.
 from __future__ import annotations
 
 import importlib
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from penstock.capture import CaptureStatus
 from penstock.changes.segment_files import Origin
 from penstock.config import Config, DocumentsChoice
 from penstock.config.units import count_of
@@ -23,9 +26,10 @@ from penstock.documents import Sink
 from penstock.documents.output import DocumentsOutput, DocumentsSettings, RunningDocuments
 from penstock.documents.relation_map import open_relation_map
 from penstock.errors import PenstockError, Retry, with_hint
+from penstock.headroom import Headroom
 from penstock.lsn import Lsn, reaches
 from penstock.observe import scrub
-from penstock.operations.lag import LagWatch
+from penstock.operations.lag import Behind, LagWatch
 from penstock.operations.progress import Notice, OutputLook, Progress, StatusFile
 from penstock.operations.readiness import require_ready
 from penstock.operations.signals import Ending
@@ -40,6 +44,7 @@ from penstock.workers.process_tasks import ProcessTasks
 
 _REACHED_BY = 64
 """More than most clusters have cores. They share one task per core."""
+_EVENTS = 500
 POLL_SECONDS = 0.5
 """How often the state of a running pipeline is checked."""
 
@@ -61,6 +66,10 @@ class Running:
         self._lag = lag
         self._watches = {output: self._watch(output) for output in coordinator}
         self._status_file = StatusFile(config.pipeline.spool.path)
+        self.last: tuple[float, tuple[OutputLook, ...]] = (time.time(), ())
+        """When `look` last ran, as Unix time, and what it saw."""
+        self.events: deque[tuple[float, Notice]] = deque(maxlen=_EVENTS)
+        """The last events, with their times."""
 
     def _watch(self, output: RunningOutput) -> Progress:
         return Progress(
@@ -86,6 +95,25 @@ class Running:
         """The open stores, by output."""
         return {output.output: output.store for output in self._coordinator}
 
+    @property
+    def capture(self) -> CaptureStatus | None:
+        """The last report of capture."""
+        return self._coordinator.capture
+
+    @property
+    def headroom(self) -> Headroom:
+        """What the spool and the server's WAL have left."""
+        return self._coordinator.headroom
+
+    @property
+    def source_age(self) -> float:
+        """Seconds since the source last answered."""
+        return self._lag.age
+
+    def behind(self, position: Lsn, last_commit_time: int = 0) -> Behind | None:
+        """How far a position is behind the server; None if that is unknown."""
+        return self._lag.behind(position, last_commit_time)
+
     def wait(self, timeout: float | None) -> bool:
         """Wait until all outputs have ended, and raise the error of one that failed; False if they have not in time."""
         return self._coordinator.wait(timeout)
@@ -108,6 +136,9 @@ class Running:
             notices += new
             looks += [look] if look is not None else []
         self._status_file.write(looks)
+        now = time.time()
+        self.last = (now, tuple(looks))
+        self.events.extend((now, each) for each in notices)
         return notices, looks
 
     def is_ready(self) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from penstock.comparison.report import Report
@@ -16,12 +20,16 @@ from penstock.errors import NotComparable, PenstockError
 from penstock.operations.running import POLL_SECONDS, Running, Say, say_nothing, started, started_tasks
 from penstock.operations.signals import Ending
 from penstock.operations.stores import choose_tables, chosen_outputs, existing_store, require_shared_state, running
-from penstock.spool.folder import SpoolFolder
+from penstock.spool.folder import SpoolFolder, read_file, replace_file
 from penstock.state import Store
+
+logger = logging.getLogger(__name__)
 
 EQUAL, DIFFERENT, NOT_COMPARED = 0, 1, 2
 """Exit status of `penstock verify`."""
 _RESULTS = {EQUAL: "equal", DIFFERENT: "different", NOT_COMPARED: "not compared"}
+_ROW_KINDS = ("equal", "missing", "extra", "changed", "unsettled")
+_REMEMBERED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ def verify_pipeline(
             for each in request.outputs:
                 with config.open_store(each) as store, observing() as observer:
                     found[each.name] = _compare(request, each, store, tasks, ending, observer)
-        return VerifyReport(found, request.unreadable)
+        return _remembered(config, VerifyReport(found, request.unreadable))
     say(f"pipeline {config.pipeline.id} is not running: starting it for the comparison")
     with started(config, ending, say) as pipeline:
         return verify_running(request, pipeline, ending, observing)
@@ -125,7 +133,35 @@ def verify_running(
             with observing() as observer:
                 store, check = pipeline.stores[each.name], partial(pipeline.check, each.name)
                 found[each.name] = _compare(request, each, store, pipeline.tasks, ending, observer, check)
-    return VerifyReport(found, request.unreadable)
+    return _remembered(request.config, VerifyReport(found, request.unreadable))
+
+
+def verifications(spool: Path) -> list[dict[str, Any]]:
+    """Return what the last comparisons on this machine found, oldest first: results and counts, never rows."""
+    try:
+        return list((read_file(SpoolFolder(spool).verified) or {}).get("runs", ()))
+    except (OSError, ValueError, AttributeError) as error:
+        logger.debug("comparisons not read error=%s", error)
+        return []
+
+
+def _remembered(config: Config, report: VerifyReport) -> VerifyReport:
+    """Keep the result for the server of the pipeline (`penstock.server`); a full disk is not an error here."""
+    spool = config.pipeline.spool.path
+    outputs = {
+        name: {
+            "tables": dict(Counter(table.result for table in each.tables)),
+            "rows": {kind: sum(getattr(table.counts, kind) for table in each.tables) for kind in _ROW_KINDS},
+            "different": [table.table for table in each.tables if table.result == "different"][:100],
+        }
+        for name, each in report.outputs.items()
+    }
+    run = {"at": time.time(), "result": _RESULTS[report.exit_code], "outputs": outputs}
+    try:
+        replace_file(SpoolFolder(spool).verified, {"runs": [*verifications(spool)[1 - _REMEMBERED :], run]})
+    except OSError as error:
+        logger.debug("the result of a comparison was not kept error=%s", error)
+    return report
 
 
 def _is_running(request: VerifyRequest, output: OutputChoice) -> bool:

@@ -150,4 +150,6 @@ def _from_json(name: str, value: Any) -> Any:
         return OrderKey(Lsn.parse(value[0]), value[1])
     if name == "content":
         return base64.b64decode(value)
+    if name == "operations":
+        return tuple(value)
     return value

@@ -23,7 +23,7 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.changes.segment import count_unrepresentable
+from penstock.changes.segment import count_operations, count_unrepresentable
 from penstock.changes.steps import Entry, Message, Segment, Step, Truncation
 from penstock.errors import SpoolCorrupt, SpoolInUse
 from penstock.lsn import Lsn, OrderKey, furthest, reaches
@@ -177,6 +177,7 @@ class SpoolWriter:
                 last=last,
                 unrepresentable=count_unrepresentable(rows),
                 memory=rows.nbytes,
+                operations=count_operations(rows),
             )
         )
 

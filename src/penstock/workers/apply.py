@@ -24,6 +24,7 @@ from penstock.changes.transform import Transforms
 from penstock.destinations.base import Destination
 from penstock.errors import DestinationUnavailable, PenstockError, PositionGone, Retry, TasksFailed
 from penstock.lsn import Lsn, OrderKey, distance, earliest, reaches
+from penstock.observe.tally import Tally
 from penstock.retry import Backoff
 from penstock.spool import Entry
 from penstock.state import DataSync, Errored, Init, Ready, Store, SyncDone, TableReplicationPhase
@@ -150,14 +151,20 @@ class ApplyWorker:
         transforms: Transforms | None = None,
         try_tasks: Callable[[], object],
         schema_changes: Callable[[int], SchemaChanges] = lambda _: SchemaChanges(),
+        tally: Tally | None = None,
     ) -> None:
         """`name` is the reader's in the spool. `try_tasks` runs an empty task and raises if tasks cannot run.
 
         `schema_changes` says how a table follows changes of its schema.
         """
         self._name = name
-        self._writer = BatchWriter(spool, store, destination, settings, types, transforms)
-        self._solo = SoloWrites(board, lambda: BatchWriter(spool, store, destination, settings, types, transforms))
+        self._tally = counted = tally or Tally()
+
+        def new_writer() -> BatchWriter:
+            return BatchWriter(spool, store, destination, settings, types, transforms, tally=counted)
+
+        self._writer = new_writer()
+        self._solo = SoloWrites(board, new_writer)
         self._requests: dict[int, Work] = {}
         self._board = board
         self._store = store
@@ -221,6 +228,7 @@ class ApplyWorker:
                 if error.retry is not Retry.TIMED:
                     raise
                 self._outages.add(error)
+                self._tally.count("retries", "apply", type(error).__name__)
                 level, delay = backoff.log_level, backoff.next_delay()
                 logger.log(level, "apply failed, retrying in=%.1fs error=%s", delay, error)
                 stop.wait(delay)
@@ -295,7 +303,8 @@ class ApplyWorker:
         failpoints.reach("after_write")
         self._lose_overdue(end)
         self._give_up_resuming(end)
-        return self._board.record_progress(end, durable)
+        with self._tally.timed("batch_seconds", "record"):
+            return self._board.record_progress(end, durable)
 
     def _reachable(self) -> Lsn | None:
         """Return how far this round may go: up to the captured position, and not past the limit."""
@@ -414,6 +423,7 @@ class ApplyWorker:
                 timed=copied,
                 schema_changes=policy,
             )
+            self._tally.count("errors", type(named).__name__)
             text = "table stopped table=%s position=%s reason=%s"
             logger.error(text, name, position, failed.reason, extra={"reported_as": "stopped"})
             self._failed[table_id] = failed

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.changes.batch import EventBatch, SchemaChange, TableChanges, build_batch
+from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, build_batch
 from penstock.changes.segment import Settled, refused_columns, require_exact_key, settled_columns
-from penstock.changes.steps import CellsChanged, Message
+from penstock.changes.steps import CellsChanged, Message, Truncation
 from penstock.changes.transform import TableRules, TableTransform, Transforms
 from penstock.destinations.base import Destination, TableResult
 from penstock.errors import RESYNC, ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
 from penstock.observe.reports import listening
+from penstock.observe.tally import ROWS, Tally
 from penstock.schema import ReplicaIdentity, TableSchema
 from penstock.source.ddl_messages import parse_rewrite
 from penstock.source.ddl_trigger import REWRITE_PREFIX
@@ -25,6 +26,9 @@ from penstock.state import Store, TableSchemaVersion
 from penstock.values import TypeSettings
 
 logger = logging.getLogger(__name__)
+
+OPERATIONS = ("insert", "update", "delete")
+"""What `Segment.operations` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,10 @@ class BatchWriter:
         transforms: Transforms | None = None,
         *,
         of_copy: bool = False,
+        tally: Tally | None = None,
     ) -> None:
         """With `of_copy`, the batches complete a copy that can be repeated at no loss."""
+        self._tally = tally or Tally()
         self._of_copy = of_copy
         self.reader = SpoolReader(spool)
         self._store = store
@@ -107,17 +113,18 @@ class BatchWriter:
                 failed[schema.table_id] = error  # so that none of its rows is sent
                 return None
 
-        batch = build_batch(
-            entries,
-            begin=begin,
-            end=end,
-            positions=unsent,
-            schemas=self._schemas_at(unsent),
-            schema_of=self.reader.load_schema,
-            refused=self._refused_columns if self._types.can_refuse else None,
-            settled=self._settled_columns if self._types.can_change else None,
-            transform_of=transform_of,
-        )
+        with self._tally.timed("batch_seconds", "build"):
+            batch = build_batch(
+                entries,
+                begin=begin,
+                end=end,
+                positions=unsent,
+                schemas=self._schemas_at(unsent),
+                schema_of=self.reader.load_schema,
+                refused=self._refused_columns if self._types.can_refuse else None,
+                settled=self._settled_columns if self._types.can_change else None,
+                transform_of=transform_of,
+            )
         durable = dict.fromkeys(positions, end)
         for changes in batch.tables:
             if (
@@ -141,12 +148,31 @@ class BatchWriter:
         for changes in batch.tables:
             if (change := changes.last_schema_change) is not None:
                 self._store.store_table_schema(TableSchemaVersion(OrderKey(end, 0), change.new))
-        for table_id, outcome in self._send(batch, positions).items():
+        with self._tally.timed("batch_seconds", "write"):
+            outcomes = self._send(batch, positions)
+        for table_id, outcome in outcomes.items():
             if outcome.error is not None:
                 failed[table_id] = outcome.error
             if outcome.error is not None or not outcome.durable:
                 durable.pop(table_id)
+        self._count(batch, failed)
         return Written(batch, durable, failed)
+
+    def _count(self, batch: EventBatch, failed: Mapping[int, PenstockError]) -> None:
+        """Count what was written, by table and operation: from the files' own counts, so no row is read."""
+        self._tally.count("batches")
+        self._tally.count("transactions", by=batch.transactions)
+        self._tally.add(batch.row_count, "batch_rows", bounds=ROWS)
+        for changes in batch.tables:
+            if changes.table_id in failed:
+                continue
+            for step in changes.steps:
+                if isinstance(step, Truncation):
+                    self._tally.count("changes", changes.table, "truncate")
+                for segment in step.segments if isinstance(step, Rows) else ():
+                    self._tally.count("bytes", changes.table, by=segment.bytes)
+                    for name, count in zip(OPERATIONS, segment.operations, strict=False):
+                        self._tally.count("changes", changes.table, name, by=count)
 
     def write_columns(self, seen: TableSchema, columns: Mapping[int, str], at: Lsn) -> None:
         """Rename and drop columns of a table whose rows do not change, so that the stream does not bring its schema.

@@ -48,6 +48,7 @@ from penstock.errors import (
 )
 from penstock.lsn import Lsn, OrderKey, earliest, reaches
 from penstock.observe.reports import listening
+from penstock.observe.tally import Tally
 from penstock.retry import Backoff
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
@@ -137,8 +138,10 @@ class TableSync:
         transforms: Transforms,
         schema_changes: SchemaChanges,
         known_as: str | None,
+        tally: Tally | None = None,
     ) -> None:
         """`known_as`: as in `TableShape`."""
+        self._tally = tally or Tally()
         self._known_as = known_as
         self._schema_changes = schema_changes
         self._table_id = table_id
@@ -159,7 +162,9 @@ class TableSync:
         self._snapshot_at: StoredProgress | None = None
         """The position of the snapshot, with its lineage."""
         self._holds = Holds(SpoolFolder(spool))
-        self._writer = BatchWriter(spool, store, destination, batches, types, transforms, of_copy=True)
+        self._writer = BatchWriter(
+            spool, store, destination, batches, types, transforms, of_copy=True, tally=self._tally
+        )
 
     def run(self, pool: SyncPool) -> None:
         """Bring the table to SyncDone. Raises `Stopping` if the copy is no longer wanted, and any error."""
@@ -241,6 +246,9 @@ class TableSync:
         failpoints.reach("before_finished_copy")
         self._board.advance(self._table_id, self.attempt, finish_copy)
         self.view.copy_seconds = counter.progress.seconds
+        self._tally.count("copies")
+        self._tally.count("copied_rows", by=counter.progress.rows_done)
+        self._tally.count("copied_bytes", by=counter.progress.bytes_done)
         failpoints.reach("after_finished_copy")
         logger.info("table copied table=%s position=%s", rows.schema, rows.position)
         return rows.position
@@ -397,6 +405,7 @@ class TableSync:
         except DestinationUnavailable as error:
             # The copy is complete: wait for the destination, as the apply worker does, instead of copying again.
             delay = self._backoff.next_delay()
+            self._tally.count("retries", "copy", type(error).__name__)
             logger.warning("table sync failed, retrying in=%.1fs error=%s", delay, error)
             self._stop.wait(delay)
             return position

@@ -54,7 +54,7 @@ def documented_defaults(section: str) -> dict[str, Any]:
     return found
 
 
-TABLES = {"pipeline": {"id": "a"}, "source": {"url": "x"}, "destination": {"type": "memory"}}
+TABLES = {"pipeline": {"id": "a"}, "source": {"url": "x"}, "destination": {"type": "memory"}, "server": {}}
 DOCUMENTS = {
     "pipeline": {"id": "a"},
     "source": {"url": "x"},
@@ -67,7 +67,7 @@ DOCUMENTS = {
 @pytest.mark.parametrize(
     ("base", "names"),
     [
-        (TABLES, ["pipeline", "source", "state", "copy", "spark", "destination", "types", "schema_changes"]),
+        (TABLES, ["pipeline", "source", "state", "copy", "spark", "destination", "types", "schema_changes", "server"]),
         (DOCUMENTS, ["index", "sink", "polling"]),
     ],
     ids=["tables", "documents"],

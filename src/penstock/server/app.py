@@ -1,0 +1,282 @@
+"""The routes: health, metrics, the API as JSON, actions, a stream of events, and the page.
+
+Every answer is made from `penstock.server.monitor`, so that page, API, metrics and `penstock status` agree. Answers
+are kept for a second: many clients cost about as much as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from penstock.config.problems import explain
+from penstock.errors import ConfigError, PenstockError, StateError
+from penstock.observe import redact, scrub
+from penstock.operations.commands import send_command
+from penstock.operations.status import status_facts
+from penstock.operations.verify import verifications
+from penstock.server.guarding import Refused
+from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.monitor import Monitor, describe
+from penstock.server.openapi import CommandRequest, RetryRequest, make_document
+from penstock.server.views import (
+    command_log,
+    error_list,
+    output_list,
+    pipeline_summary,
+    quarantined,
+    table_page,
+    table_rows,
+)
+from penstock.state import CommandKind, CommandStatus
+from penstock.state.quarantine import Quarantine
+
+logger = logging.getLogger(__name__)
+
+KEPT_SECONDS = 1.0
+"""How long an answer is kept."""
+KEPT_ANSWERS = 64
+STREAMS = 50
+"""Pages that may follow the pipeline at the same time."""
+ACTION_SECONDS = 3.0
+"""How long an action waits for the pipeline's answer."""
+_PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+
+Read = Callable[[Request], Any]
+
+
+def make_app(monitor: Monitor) -> Starlette:
+    """Return the application; `penstock.server.guarding.Guard` goes around it."""
+    return Starlette(routes=Routes(monitor).all(), exception_handlers={HTTPException: _not_found, Refused: _refuse})
+
+
+class Routes:
+    """The routes of one pipeline."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._config = monitor.config
+        self._metrics = Metrics(monitor)
+        self._document = make_document()
+        self._kept: dict[str, tuple[float, Response]] = {}
+        self._streams = 0
+
+    def all(self) -> list[Route]:
+        """Every route; those below `/api/v1` are in the OpenAPI document."""
+        api = "/api/v1"
+        return [
+            Route("/healthz", self._health),
+            Route("/readyz", self._readiness),
+            Route("/metrics", self._kept_answer(lambda _: Response(self._metrics.render(), media_type=CONTENT_TYPE))),
+            *(Route(path, _file(*page)) for path, page in _PAGE.items()),
+            Route(f"{api}/openapi.json", self._json(lambda _: self._document)),
+            Route(f"{api}/now", self._json(lambda _: describe(self._monitor))),
+            Route(f"{api}/status", self._json(lambda _: status_facts(self._monitor.status()))),
+            Route(f"{api}/pipeline", self._json(lambda _: pipeline_summary(self._monitor))),
+            Route(f"{api}/outputs", self._json(lambda _: output_list(self._monitor))),
+            Route(f"{api}/tables", self._json(self._tables)),
+            Route(f"{api}/tables/{{table:path}}", self._json(self._table)),
+            Route(f"{api}/indexes", self._json(self._indexes)),
+            Route(f"{api}/indexes/{{index}}/quarantine", self._quarantine),
+            Route(f"{api}/indexes/{{index}}/quarantine/retry", self._retry, methods=["POST"]),
+            Route(f"{api}/errors", self._json(lambda _: {"errors": error_list(self._monitor)})),
+            Route(f"{api}/history", self._json(lambda _: {"history": self._monitor.history})),
+            Route(f"{api}/events", self._json(lambda _: {"events": self._monitor.events})),
+            Route(f"{api}/verifications", self._json(self._verifications)),
+            Route(f"{api}/commands", self._commands, methods=["GET", "POST"]),
+            Route(f"{api}/stream", self._stream),
+        ]
+
+    # Health
+
+    async def _health(self, request: Request) -> Response:
+        """Answer as long as the process does."""
+        return JSONResponse({"status": "ok"})
+
+    async def _readiness(self, request: Request) -> Response:
+        unready = self._monitor.unready
+        return JSONResponse({"ready": not unready, "reasons": list(unready)}, 503 if unready else 200)
+
+    # Reading
+
+    def _kept_answer(self, make: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            # Without the host, which has no influence: many names must not mean many answers.
+            key = f"{request.url.path}?{request.url.query}"
+            known = self._kept.get(key)
+            if known is not None and time.monotonic() - known[0] < KEPT_SECONDS:
+                return known[1]
+            with _errors_for_clients(self._monitor):
+                made = await run_in_threadpool(make, request)
+            while len(self._kept) >= KEPT_ANSWERS:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = (time.monotonic(), made)
+            return made
+
+        return answer
+
+    def _json(self, read: Read) -> Callable[[Request], Awaitable[Response]]:
+        return self._kept_answer(lambda request: JSONResponse(self._monitor.discreet(read(request))))
+
+    def _tables(self, request: Request) -> dict[str, Any]:
+        return table_rows(self._monitor, dict(request.query_params))
+
+    def _table(self, request: Request) -> dict[str, Any]:
+        return table_page(self._monitor, request.path_params["table"], request.query_params.get("output"))
+
+    def _indexes(self, request: Request) -> dict[str, Any]:
+        outputs = self._monitor.status().outputs
+        return {"indexes": [asdict(index) for output in outputs for index in output.indexes]}
+
+    def _verifications(self, request: Request) -> dict[str, Any]:
+        return {"verifications": verifications(self._config.pipeline.spool.path)[::-1]}
+
+    async def _quarantine(self, request: Request) -> Response:
+        """List quarantined documents; their ids are values of keys, so this needs the token."""
+        if not request.scope["authorized"]:
+            raise Refused(401, "the ids of documents need the token", headers={"www-authenticate": "Bearer"})
+        with _errors_for_clients(self._monitor):
+            entries = await run_in_threadpool(self._quarantine_of(request).entries, request.path_params["index"])
+        return JSONResponse(self._monitor.discreet(quarantined(entries)))
+
+    # Actions
+
+    async def _commands(self, request: Request) -> Response:
+        if request.method != "POST":
+            with _errors_for_clients(self._monitor):
+                found = await run_in_threadpool(command_log, self._monitor)
+            return JSONResponse(self._monitor.discreet({"commands": found}))
+        asked = _parse(CommandRequest, await request.body())
+        who = f"HTTP client {request.client.host if request.client else 'unknown'}"
+        logger.warning(
+            "action requested kind=%s output=%s tables=%s indexes=%s by=%s",
+            *(asked.kind, asked.output, ", ".join(asked.tables), ", ".join(asked.indexes), who),
+        )
+        with _errors_for_clients(self._monitor):
+            sent = await run_in_threadpool(self._send, asked, who)
+        self._kept.clear()
+        refused = any(each["status"] == CommandStatus.REFUSED.value for each in sent)
+        done = all(each["status"] == CommandStatus.DONE.value for each in sent)
+        return JSONResponse(self._monitor.discreet({"commands": sent}), 409 if refused else 200 if done else 202)
+
+    def _send(self, asked: CommandRequest, who: str) -> list[dict[str, Any]]:
+        kind, output, options = CommandKind(asked.kind), asked.output, {}
+        if kind is CommandKind.REBUILD_INDEX:
+            options = {"indexes": [self._config.indexes.index(name).name for name in asked.indexes]}
+            output = self._config.indexes.name
+        sent = send_command(
+            self._config,
+            kind,
+            output=output,
+            tables=asked.tables,
+            options=options,
+            wait=ACTION_SECONDS,
+            stores=self._monitor.running.stores,
+            requested_by=who,
+        )
+        return [
+            {
+                "output": each.output,
+                "command": each.command.number,
+                "kind": each.command.kind.value,
+                "tables": list(each.command.tables),
+                "status": each.command.status.value,
+                "reason": each.command.reason,
+            }
+            for each in sent
+        ]
+
+    async def _retry(self, request: Request) -> Response:
+        asked = _parse(RetryRequest, await request.body())
+        index, who = request.path_params["index"], request.client.host if request.client else "unknown"
+        count = "all" if asked.ids is None else len(asked.ids)
+        logger.warning(
+            "action requested kind=quarantine_retry index=%s documents=%s by=HTTP client %s", index, count, who
+        )
+        with _errors_for_clients(self._monitor):
+            retried = await run_in_threadpool(self._quarantine_of(request).retry, index, asked.ids)
+        self._kept.clear()
+        return JSONResponse({"index": index, "documents": len(retried)}, 202)
+
+    def _quarantine_of(self, request: Request) -> Quarantine:
+        with _errors_for_clients(self._monitor):
+            documents = self._config.indexes
+            documents.index(request.path_params["index"])
+        return Quarantine(self._monitor.running.stores[documents.name].database)
+
+    # The stream of events
+
+    async def _stream(self, request: Request) -> Response:
+        if self._streams >= STREAMS:
+            raise Refused(503, "too many pages follow this pipeline", headers={"retry-after": "10"})
+        return StreamingResponse(self._moments(), media_type="text/event-stream")
+
+    async def _moments(self) -> AsyncIterator[str]:
+        """Send the last moment every second; a slow page misses some, and nothing piles up."""
+        self._streams += 1
+        try:
+            yield "retry: 2000\n\n"
+            while not self._monitor.ending.is_set():
+                now = json.dumps(self._monitor.discreet(describe(self._monitor)))
+                yield f"event: now\ndata: {now}\n\n"
+                for _ in range(5):
+                    await asyncio.sleep(0.0 if self._monitor.ending.is_set() else 0.2)
+        finally:
+            self._streams -= 1
+
+
+@contextmanager
+def _errors_for_clients(monitor: Monitor) -> Generator[None]:
+    """Turn errors of Penstock into answers, without secrets."""
+    try:
+        yield
+    except PenstockError as error:
+        message, hint = (redact(scrub(each, monitor.config.secrets)) for each in (error.message, error.hint))
+        status = 422 if isinstance(error, ConfigError) else 503 if isinstance(error, StateError) else 409
+        raise Refused(status, message, hint) from None
+
+
+def _parse(model: type[Any], body: bytes) -> Any:
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise Refused(422, "; ".join(explain(error))) from None
+
+
+def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    content = files("penstock.server").joinpath("page", name).read_bytes()
+    response = Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+
+    async def answer(request: Request) -> Response:
+        return response
+
+    return answer
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return JSONResponse({"error": "there is no such path or method"}, status)

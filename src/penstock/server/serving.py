@@ -1,0 +1,201 @@
+"""Running the server: a thread with its own event loop, started again if it ends.
+
+A port that is taken, or an error of the server, costs the pipeline nothing: the log has a warning, and the server is
+tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from penstock.config import Config, ServerChoice
+from penstock.errors import ConfigError
+from penstock.operations.running import Running
+from penstock.registry import requires_extra
+from penstock.retry import Backoff
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS = 200
+"""More connections get the answer 503."""
+REQUEST_SECONDS = 10.0
+"""A connection without a complete request for this long is closed."""
+STOP_SECONDS = 3.0
+"""The pipeline waits no longer than this for the server to end."""
+_HEADER_BYTES = 16 << 10
+
+
+def require_server(config: Config) -> None:
+    """Raise `ConfigError` before the pipeline starts if the extra is missing, or a file for TLS cannot be read."""
+    if config.server is None:
+        return
+    with requires_extra("web", "[server]"):
+        for package in ("prometheus_client", "starlette", "uvicorn"):
+            importlib.import_module(package)
+    for path in (config.server.tls_certificate, config.server.tls_key):
+        if path is None:
+            continue
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            reason = f"server: cannot read {path}: {error.strerror}"
+            raise ConfigError(reason, hint="Check the path, its owner and its mode.") from None
+
+
+@contextmanager
+def serving(config: Config, running: Running) -> Iterator[Serving | None]:
+    """Serve the pipeline inside the block, if its config has `[server]`; yield None otherwise."""
+    if config.server is None:
+        yield None
+        return
+    # Imported here: commands and pipelines without a server do not need the extra.
+    from penstock.server.app import make_app
+    from penstock.server.guarding import Guard
+    from penstock.server.monitor import Monitor
+
+    with Monitor(config, running) as monitor:
+        serving = Serving(config.server, Guard(make_app(monitor), config.server))
+        try:
+            yield serving
+        finally:
+            monitor.ending.set()
+            serving.stop()
+
+
+class Serving:
+    """The thread of a server."""
+
+    def __init__(self, choice: ServerChoice, app: Any) -> None:
+        self._choice = choice
+        self._app = app
+        self._stop = threading.Event()
+        self._server: Any = None
+        self.address: str | None = None
+        """Where it listens; None while it does not."""
+        self.listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the server; does not wait long for clients."""
+        self._stop.set()
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        backoff = Backoff(first=1.0, longest=60.0)
+        while not self._stop.is_set():
+            begun = time.monotonic()
+            try:
+                self._serve()
+                reason = "it ended"
+            except OSError as error:
+                reason = error.strerror or type(error).__name__
+            except BaseException as error:
+                reason = type(error).__name__
+                logger.debug("the server failed", exc_info=True)
+            self.address = None
+            self.listening.clear()
+            if self._stop.is_set():
+                return
+            if time.monotonic() - begun > 60:
+                backoff.reset()
+            level, delay = backoff.log_level, backoff.next_delay()
+            where = f"{self._choice.host}:{self._choice.port}"
+            logger.log(level, "the server does not run, retrying address=%s in=%.0fs reason=%s", where, delay, reason)
+            self._stop.wait(delay)
+
+    def _serve(self) -> None:
+        import uvicorn
+
+        choice = self._choice
+        with _bound(choice.host, choice.port) as sock:
+            settings = uvicorn.Config(
+                self._app,
+                http=impatient_protocol(),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=CONNECTIONS,
+                h11_max_incomplete_event_size=_HEADER_BYTES,
+                timeout_keep_alive=max(1, int(REQUEST_SECONDS)),
+                timeout_graceful_shutdown=1,
+                ssl_certfile=choice.tls_certificate,
+                ssl_keyfile=choice.tls_key,
+            )
+            self._server = uvicorn.Server(settings)
+            host, port = sock.getsockname()[:2]
+            scheme = "http" if choice.tls_certificate is None else "https"
+            self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+            if not _is_loopback(host) and choice.token is not None and choice.tls_certificate is None:
+                logger.warning("the server's token travels without TLS; set tls_certificate, or put a proxy before it")
+            logger.info("serving address=%s", self.address)
+            self.listening.set()
+            if not self._stop.is_set():
+                self._server.run(sockets=[sock])
+
+
+def impatient_protocol() -> type[Any]:
+    """Return uvicorn's HTTP protocol, with a limit for the time without a complete request."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.logger = logging.getLogger(f"{__name__}.http")
+            self._idle_since = time.monotonic()
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._look()
+
+        def on_response_complete(self) -> None:
+            self._idle_since = time.monotonic()
+            super().on_response_complete()
+
+        def _look(self) -> None:
+            now = time.monotonic()
+            if self.transport.is_closing():
+                return
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._idle_since = now
+            elif now - self._idle_since > REQUEST_SECONDS:
+                self.transport.abort()
+                return
+            self.loop.call_later(REQUEST_SECONDS / 4, self._look)
+
+    return Impatient
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(128)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

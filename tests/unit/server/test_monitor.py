@@ -1,0 +1,163 @@
+"""Readiness: false within ten seconds of a stall, and true again on recovery."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from penstock.capture import CaptureStatus, Reading
+from penstock.config import make_config
+from penstock.headroom import Headroom
+from penstock.lsn import Lsn
+from penstock.operations.lag import Behind
+from penstock.operations.progress import OutputLook
+from penstock.server.monitor import HISTORY_SECONDS, HISTORY_STEP, Monitor, Unmoved, describe, history_point
+from penstock.workers import ApplyStatus, Outage
+
+LOOK = OutputLook(
+    output="tables",
+    paused=False,
+    phases={},
+    copies=(),
+    changes=10,
+    changes_per_second=1.0,
+    applied=Lsn(100),
+    behind=Behind(0, 0.0),
+)
+
+
+@dataclass
+class Output:
+    output: str = "tables"
+    status: ApplyStatus = field(default_factory=lambda: ApplyStatus(Lsn(100), Lsn(90), 10, 1, 0))
+
+
+@dataclass
+class Pipeline:
+    """The parts of `Running` that are watched."""
+
+    look: OutputLook = LOOK
+    looked_at: float = 0.0
+    capture: CaptureStatus = field(default_factory=lambda: CaptureStatus(Reading.STREAMING, Lsn(100)))
+    source_age: float = 0.5
+    received: Behind = field(default_factory=lambda: Behind(0, 0.0))
+    events: list[Any] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=lambda: [Output()])
+    headroom: Headroom = field(default_factory=Headroom)
+
+    @property
+    def last(self) -> tuple[float, tuple[OutputLook, ...]]:
+        return self.looked_at, (self.look,)
+
+    def behind(self, position: Lsn, last_commit_time: int = 0) -> Behind:
+        return self.received
+
+
+class Watched:
+    """A monitor whose clock the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pipeline = Pipeline()
+        config = make_config(
+            {
+                "pipeline": {"id": "shop"},
+                "source": {"url": "postgresql://localhost/shop"},
+                "destination": {"type": "memory"},
+                "server": {"ready_lag": "30s"},
+            }
+        )
+        self.monitor = Monitor(config, self.pipeline, lambda: self.now)  # pyright: ignore[reportArgumentType]
+
+    def after(self, seconds: float, **changes: Any) -> tuple[str, ...]:
+        """Why the pipeline is not ready, when this time has passed second by second."""
+        for name, value in changes.items():
+            setattr(self.pipeline, name, value)
+        for _ in range(int(seconds)):
+            self.now += 1
+            self.pipeline.looked_at = self.now
+            self.monitor.moment = self.monitor.look()
+        return self.monitor.unready
+
+
+@pytest.fixture
+def watched() -> Watched:
+    found = Watched()
+    assert found.after(1) == ()
+    return found
+
+
+def test_a_quiet_pipeline_is_ready(watched: Watched) -> None:
+    assert watched.after(3600) == ()
+
+
+def test_changes_that_are_not_applied_make_it_unready_within_ten_seconds(watched: Watched) -> None:
+    behind = replace(LOOK, behind=Behind(5000, 3.0))
+    assert watched.after(5, look=behind) == ()
+    assert watched.after(4) == ("tables: nothing was applied for 9.0 s, and 4.9 kB of WAL wait",)
+    assert watched.after(1, look=replace(behind, applied=Lsn(200), changes=20)) == ()
+
+
+def test_a_copy_that_advances_is_no_stall(watched: Watched) -> None:
+    for number in range(20):
+        assert watched.after(1, look=replace(LOOK, behind=Behind(5000, 3.0), changes=10 + number)) == ()
+
+
+def test_a_lag_above_the_bound_makes_it_unready(watched: Watched) -> None:
+    assert watched.after(1, look=replace(LOOK, behind=Behind(5000, 31.0), changes=11)) == ("tables: the lag is 31 s",)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"look": replace(LOOK, paused=True)}, "tables: paused"),
+        ({"look": replace(LOOK, error="SlotLost")}, "tables: stopped"),
+        ({"look": replace(LOOK, outage=Outage("away", "", 0.0))}, "tables: waiting"),
+        ({"capture": CaptureStatus(Reading.SPOOL_FULL, Lsn(100))}, "capture: spool full"),
+        ({"capture": CaptureStatus(Reading.RETRYING, Lsn(100))}, "capture: retrying"),
+        ({"source_age": 9.0}, "the source has not answered for 9.0 s"),
+    ],
+)
+def test_what_does_not_stream_is_unready_at_once(watched: Watched, change: dict[str, Any], reason: str) -> None:
+    before = {name: getattr(watched.pipeline, name) for name in change}
+    assert watched.after(1, **change) == (reason,)
+    assert watched.after(1, **before) == ()
+
+
+def test_a_capture_that_receives_nothing_makes_it_unready(watched: Watched) -> None:
+    assert watched.after(5, received=Behind(800, 5.0)) == ()
+    assert watched.after(4, received=Behind(900, 9.0)) != ()
+    assert watched.after(1, received=Behind(0, 0.0)) == ()
+
+
+def test_a_process_that_reports_nothing_is_unready(watched: Watched) -> None:
+    watched.now += 9
+    assert watched.monitor.unready == ("the process does not report its state",)
+    watched.monitor.moment = watched.monitor.look()
+    assert watched.monitor.unready == ("the process does not report its state",)
+
+
+def test_the_history_is_bounded(watched: Watched) -> None:
+    assert watched.monitor._history.maxlen == HISTORY_SECONDS / HISTORY_STEP
+    point = history_point(watched.monitor.moment)
+    assert point["outputs"]["tables"] == {"changes_per_second": 1.0, "lag_bytes": 0, "lag_seconds": 0.0}
+
+
+def test_something_that_has_nothing_to_do_is_not_stuck() -> None:
+    unmoved = Unmoved()
+    assert unmoved.seconds(0, "a", is_idle=False) == 0
+    assert unmoved.seconds(5, "a", is_idle=False) == 5
+    assert unmoved.seconds(6, "a", is_idle=True) == 0
+    assert unmoved.seconds(7, "a", is_idle=False) == 1
+    assert unmoved.seconds(8, "b", is_idle=False) == 0
+
+
+def test_free_text_is_scrubbed_and_names_are_not(watched: Watched) -> None:
+    object.__setattr__(watched.monitor.config, "secrets", frozenset({"public", "hunter2-planted"}))
+    found = watched.monitor.discreet(
+        {"table": "public.orders", "error": {"reason": "cannot use hunter2-planted"}, "problems": ["hunter2-planted"]}
+    )
+    assert found == {"table": "public.orders", "error": {"reason": "cannot use ***"}, "problems": ["***"]}
+    assert describe(watched.monitor)["ready"] is True

@@ -1,0 +1,129 @@
+"""The thread of a server: TLS, a port that is taken, and its end."""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import ipaddress
+import logging
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from penstock.config import ServerChoice, make_config
+from penstock.errors import ConfigError
+from penstock.server import serving
+from penstock.server.guarding import Guard
+from penstock.server.serving import Serving, require_server
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+def started(choice: ServerChoice) -> Serving:
+    return Serving(choice, Guard(app, choice))
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    pem, secret = folder / "server.pem", folder / "server.key"
+    pem.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    secret.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return pem, secret
+
+
+def test_it_serves_https_with_files(tmp_path: Path) -> None:
+    pem, key = certificate(tmp_path)
+    server = started(ServerChoice(port=0, tls_certificate=pem, tls_key=key))
+    try:
+        assert server.listening.wait(60)
+        assert server.address is not None
+        context = ssl.create_default_context(cafile=str(pem))
+        with urllib.request.urlopen(server.address, timeout=60, context=context) as answer:
+            assert answer.read() == b"here"
+    finally:
+        server.stop()
+
+
+def test_a_port_that_is_taken_is_tried_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(serving, "Backoff", lambda first, longest: QuickBackoff())
+    caplog.set_level(logging.WARNING, logger="penstock.server")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = started(ServerChoice(port=port))
+        begun = time.monotonic()
+        while "the server does not run" not in caplog.text:
+            assert time.monotonic() < begun + 60
+            threading.Event().wait(0.01)
+        assert server.address is None
+    try:
+        assert server.listening.wait(60)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=60) as answer:
+            assert answer.read() == b"here"
+    finally:
+        server.stop()
+    assert server.address is None
+
+
+class QuickBackoff:
+    log_level = logging.WARNING
+
+    def next_delay(self) -> float:
+        return 0.01
+
+    def reset(self) -> None:
+        """Nothing is remembered."""
+
+
+def test_a_connection_in_use_is_kept_and_an_idle_one_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "REQUEST_SECONDS", 0.4)
+    server = started(ServerChoice(port=0))
+    try:
+        assert server.listening.wait(60)
+        connection = http.client.HTTPConnection(str(server.address).removeprefix("http://"), timeout=60)
+        connection.connect()
+        used = connection.sock
+        begun = time.monotonic()
+        while time.monotonic() < begun + 2:
+            connection.request("GET", "/")
+            assert connection.getresponse().read() == b"here"
+            threading.Event().wait(0.02)
+        assert connection.sock is used, "it was opened again"
+        assert used.recv(1) == b"", "it was closed when it was idle"
+    finally:
+        server.stop()
+
+
+def test_files_that_cannot_be_read_are_refused_before_the_start(tmp_path: Path) -> None:
+    config = make_config(
+        {
+            "pipeline": {"id": "shop"},
+            "source": {"url": "postgresql://localhost/shop"},
+            "destination": {"type": "memory"},
+            "server": {"tls_certificate": "missing.pem", "tls_key": "missing.key"},
+        },
+        tmp_path,
+    )
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.pem"):
+        require_server(config)
