@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.server import serving
-from tests.integration.server.conftest import PATIENCE, SECRETS, TOKEN, Site
+from tests.integration.server.conftest import SECRETS, TOKEN, Site
 
 READS = (
     "/healthz",
@@ -130,8 +130,10 @@ def test_the_pipeline_survives_the_end_of_its_server(site: Site) -> None:
     serving._choice = replace(serving._choice, port=site.port)
     serving._server.should_exit = True
     site.wait(lambda: site.pipeline.address is None, "its end")
-    site.database.execute("insert into many values (30000, 'x') on conflict (id) do nothing")
-    site.pipeline.wait_until_caught_up(PATIENCE)
+    lake = site.pipeline._running.outputs[0]
+    before = lake.status.changes
+    site.database.execute("update many set note = note || '.' where id = 1")
+    site.wait(lambda: lake.status.changes > before, "a change")
     site.wait(lambda: site.pipeline.address == address, "its start")
     site.wait(lambda: site.ask("/healthz").status == 200, "its answer")
 
