@@ -52,6 +52,10 @@ DESTINATION = """
 type = "{type}"
 path = "lake"
 """
+SERVER = f"""{DESTINATION}
+[server]
+port = 0
+"""
 INDEX = """
 [[index]]
 specification = "orders.schema.yml"
@@ -233,6 +237,7 @@ def main() -> None:
                 (DESTINATION, "delta", "none", "delta"),
                 (DESTINATION, "parquet", "local[2]", "spark"),
                 (INDEX, "stdout", "none", "opensearch"),
+                (SERVER, "parquet", "none", "web"),
             ):
                 core.write_config(section, type_, master)
                 core.penstock("run", "--once", lacks=extra)
@@ -240,6 +245,11 @@ def main() -> None:
             delta = environment("delta", "delta")
             delta.replicate("delta", "none")
             delta.penstock("verify")
+
+            web = environment("web", "web")
+            web.write_config(SERVER, "parquet", "none")
+            if "serving on http://" not in web.penstock("run", "--once"):
+                raise SystemExit("web: the server did not start")
 
             search = environment("opensearch", "opensearch")
             search.write_config(INDEX, "stdout", "none")

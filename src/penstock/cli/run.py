@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +14,10 @@ from rich.cells import cell_len, set_cell_size
 
 from penstock.cli.display import Display, echo, opened_display, show_running, stderr_console
 from penstock.cli.options import DEFAULT_PATH, ConfigPath, Quiet, configured
-from penstock.config import Config
+from penstock.config import Config, LogChoice
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn
-from penstock.observe import LogFormat
+from penstock.observe import LogFormat, configure_logging
 from penstock.operations.plan import POLLED, Plan, make_plan
 from penstock.operations.polling import run_polling
 from penstock.operations.running import POLL_SECONDS, Running, started
@@ -78,16 +78,16 @@ def run(
         raise typer.BadParameter("needs --plan; for a run, use penstock --log-format json run", param_hint="--json")
     link = Link() if supervised else None
     with _reporting_to(link), configured(config_path) as config:
+        log = _configure_log(context, config)
         if plan:
             _show_plan(config, as_json=as_json)
         elif supervise:
-            _supervise(config, _child_arguments(context, config_path, status_seconds, once=once, quiet=quiet))
+            _supervise(config, _child_arguments(log, config_path, status_seconds, once=once, quiet=quiet))
         else:
-            logs_json = context.parent is not None and context.parent.params.get("log_format") is LogFormat.JSON
             with (
                 _with_exit_status(config),
                 Ending() as ending,
-                opened_display(quiet=quiet, as_json=logs_json, seconds=status_seconds) as display,
+                opened_display(quiet=quiet, as_json=log.format is LogFormat.JSON, seconds=status_seconds) as display,
             ):
                 _run(config, ending, display, link, once=once)
 
@@ -112,11 +112,24 @@ def _supervise(config: Config, arguments: list[str]) -> None:
         raise typer.Exit(end.status)
 
 
-def _child_arguments(
-    context: typer.Context, config_path: Path, status_seconds: float, *, once: bool, quiet: bool
-) -> list[str]:
-    every = {} if context.parent is None else context.parent.params
-    before = [f"--{name.replace('_', '-')}={every[name]}" for name in ("log_level", "log_format") if name in every]
+def _configure_log(context: typer.Context, config: Config) -> LogChoice:
+    """Let log lines look as the config says, unless an option or the environment says otherwise."""
+    chosen = config.log
+    if context.parent is not None:
+        names = {"level": "log_level", "format": "log_format"}
+        sources = {key: context.parent.get_parameter_source(name) for key, name in names.items()}
+        given = {
+            key: context.parent.params[names[key]]
+            for key, source in sources.items()
+            if source is not None and source.name != "DEFAULT"
+        }
+        chosen = replace(chosen, **given)
+    configure_logging(chosen.level, chosen.format)
+    return chosen
+
+
+def _child_arguments(log: LogChoice, config_path: Path, status_seconds: float, *, once: bool, quiet: bool) -> list[str]:
+    before = [f"--log-level={log.level}", f"--log-format={log.format}"]
     after = [f"--config={config_path}", f"--status-every={status_seconds}", *["--once"] * once, *["--quiet"] * quiet]
     return [*before, "run", "--supervised", *after]
 

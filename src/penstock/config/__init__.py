@@ -1,12 +1,13 @@
 """The config file: read, validated, and turned into settings."""
 
 from penstock.config.documents import DocumentsChoice, IndexChoice, PollingChoice
-from penstock.config.loading import Config, OutputChoice, ServerChoice, SparkChoice, load_config, make_config
+from penstock.config.loading import Config, LogChoice, OutputChoice, ServerChoice, SparkChoice, load_config, make_config
 
 __all__ = [
     "Config",
     "DocumentsChoice",
     "IndexChoice",
+    "LogChoice",
     "OutputChoice",
     "PollingChoice",
     "ServerChoice",

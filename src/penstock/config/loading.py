@@ -36,7 +36,7 @@ from penstock.destinations.base import Destination
 from penstock.destinations.folders import RenameRules
 from penstock.destinations.registry import create_destination
 from penstock.errors import ConfigError, PenstockError
-from penstock.observe import redact, scrub
+from penstock.observe import LogFormat, redact, scrub
 from penstock.private import private_folder
 from penstock.source.connections import SourceSettings
 from penstock.source.patterns import TablePattern
@@ -66,6 +66,14 @@ class SparkChoice:
     def is_used(self) -> bool:
         """False if tasks run in this process, without Spark."""
         return self.master != NO_SPARK
+
+
+@dataclass(frozen=True, slots=True)
+class LogChoice:
+    """Log lines of `penstock run`, unless its options or the environment say otherwise."""
+
+    level: str = "warning"
+    format: LogFormat = LogFormat.TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ class Config:
     """The documents output."""
     copy_tasks: int | None = None
     """Most tasks that read tables at the same time; None for the default of Spark or of this process."""
+    log: LogChoice = field(default_factory=LogChoice)
     server: ServerChoice | None = None
     """The HTTP server; None if there is none."""
     state_url: str = field(repr=False, default="memory:")
@@ -314,6 +323,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         spark=_spark_choice(file),
         documents=documents_choice(file, settings, folder),
         copy_tasks=file.copy_.max_connections,
+        log=LogChoice(file.log.level, file.log.format),
         server=_server_choice(file, folder),
         state_url=_state_url(file, folder, spool),
         secrets=secrets,

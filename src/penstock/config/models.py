@@ -18,6 +18,7 @@ from penstock.documents.base import FailurePolicy
 from penstock.documents.output import DocumentsSettings
 from penstock.documents.polling import XMIN, PollSettings
 from penstock.errors import ConfigError
+from penstock.observe import LogFormat
 from penstock.source.patterns import TablePattern
 from penstock.stream import OnRetainedWal
 from penstock.tables import DEFAULT_OUTPUT, OnLostSlot
@@ -259,6 +260,13 @@ class TableSection(Section):
     schema_changes: SchemaChangesSection = SchemaChangesSection()
 
 
+class LogSection(Section):
+    """Log lines of `penstock run`."""
+
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    format: LogFormat = LogFormat.TEXT
+
+
 class ServerSection(Section):
     """The HTTP server of a running pipeline."""
 
@@ -303,6 +311,7 @@ class ConfigFile(Section):
     hash: HashSection | None = None
     tables: dict[str, TableSection] = {}
     """What differs for single tables, by their names."""
+    log: LogSection = LogSection()
     server: ServerSection | None = None
     """None: there is no server."""
 

@@ -573,9 +573,11 @@ def reason_of_copy(secrets: frozenset[str], store: Store, table_id: int, phase: 
     """Why Penstock copies a table again automatically; None if it does not."""
     if not isinstance(phase, Init | DataSync | FinishedCopy):
         return None
-    phases = [record.phase for record in store.get_table_replication_history(table_id)]
-    reset = next((past for past in reversed(phases) if isinstance(past, Init)), None)
-    return None if reset is None or reset.reason is None else scrub(reset.reason, secrets)
+    reset: StoredPhase | None = phase
+    if not isinstance(phase, Init):  # of thousands of tables, most are not being copied yet: their phase says it
+        phases = [record.phase for record in store.get_table_replication_history(table_id)]
+        reset = next((past for past in reversed(phases) if isinstance(past, Init)), None)
+    return None if not isinstance(reset, Init) or reset.reason is None else scrub(reset.reason, secrets)
 
 
 def _command(phase: Errored) -> str | None:

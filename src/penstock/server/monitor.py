@@ -32,7 +32,9 @@ STALL_SECONDS = 7.0
 HISTORY_SECONDS = 3600.0
 HISTORY_STEP = 5.0
 STATUS_SECONDS = 5.0
-"""The status is at most this old when it is asked for."""
+"""The status is at most this old when it is asked for, unless loading it takes long."""
+STATUS_SHARE = 4
+"""Loading it takes at most a fifth of the time."""
 
 _FREE_TEXT = frozenset({"reason", "solution", "hint", "error", "failing", "text", "last_run", "last_end", "blockers"})
 
@@ -96,6 +98,7 @@ class Monitor:
         self._unmoved: dict[str, Unmoved] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=int(HISTORY_SECONDS / HISTORY_STEP))
         self._status: tuple[float, PipelineStatus] | None = None
+        """The last status, and until when it is new enough."""
         self._loading = threading.Lock()
         self.ending = threading.Event()
         """Set when the pipeline stops: pages that follow it are let go."""
@@ -148,7 +151,7 @@ class Monitor:
     def status(self) -> PipelineStatus:
         """The status, at most a few seconds old; slower while the source does not answer, and then older."""
         known = self._status
-        if known is not None and time.monotonic() - known[0] < STATUS_SECONDS:
+        if known is not None and time.monotonic() < known[0]:
             return known[1]
         # One loads it; the others take the last one meanwhile, if there is one.
         if not self._loading.acquire(blocking=known is None):
@@ -157,8 +160,11 @@ class Monitor:
         try:
             newest = self._status
             if newest is None or newest is known:
+                begun = time.monotonic()
                 found = pipeline_status(self.config, running_here=self.running.outputs)
-                self._status = newest = (time.monotonic(), found)
+                took = time.monotonic() - begun
+                # With thousands of tables, or while the source is slow, loading must not fill the time.
+                newest = self._status = (begun + took + max(STATUS_SECONDS, STATUS_SHARE * took), found)
             return newest[1]
         finally:
             self._loading.release()

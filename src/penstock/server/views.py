@@ -152,6 +152,12 @@ def error_list(monitor: Monitor) -> list[dict[str, Any]]:
 def command_log(monitor: Monitor) -> list[dict[str, Any]]:
     """The commands that each output remembers, newest first."""
     found = [
+        (command.requested_at, output, command)
+        for output, store in monitor.running.stores.items()
+        for command in store.get_commands()
+    ]
+    found.sort(key=lambda each: each[0], reverse=True)
+    return [
         {
             "output": output,
             "command": command.number,
@@ -160,13 +166,11 @@ def command_log(monitor: Monitor) -> list[dict[str, Any]]:
             "status": command.status.value,
             "reason": command.reason,
             "requested_by": command.requested_by,
-            "requested_at": command.requested_at.isoformat(timespec="seconds"),
+            "requested_at": at.isoformat(timespec="seconds"),
             "answered_at": None if command.answered_at is None else command.answered_at.isoformat(timespec="seconds"),
         }
-        for output, store in monitor.running.stores.items()
-        for command in store.get_commands()
+        for at, output, command in found
     ]
-    return sorted(found, key=lambda each: each["requested_at"], reverse=True)
 
 
 def quarantined(entries: Sequence[Quarantined]) -> dict[str, Any]:

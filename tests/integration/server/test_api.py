@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.server import serving
-from tests.integration.server.conftest import PATIENCE, SECRETS, TOKEN, Site
+from tests.integration.server.conftest import SECRETS, TOKEN, Site
 
 READS = (
     "/healthz",
@@ -102,7 +102,7 @@ def test_actions_are_commands_in_the_state_and_are_audited(site: Site) -> None:
     finally:
         assert site.act("/api/v1/commands", {"kind": "resume", "output": "lake"}).status in (200, 202)
     site.wait(lambda: site.ask("/readyz").status == 200, "the end of the pause")
-    log = site.ask("/api/v1/commands").json["commands"]
+    log = [each for each in site.ask("/api/v1/commands").json["commands"] if each["output"] == "lake"]
     assert [each["kind"] for each in log][:2] == ["resume", "pause"]
     assert log[0]["requested_by"] == "HTTP client 127.0.0.1"
 
@@ -130,8 +130,10 @@ def test_the_pipeline_survives_the_end_of_its_server(site: Site) -> None:
     serving._choice = replace(serving._choice, port=site.port)
     serving._server.should_exit = True
     site.wait(lambda: site.pipeline.address is None, "its end")
-    site.database.execute("insert into many values (30000, 'x') on conflict (id) do nothing")
-    site.pipeline.wait_until_caught_up(PATIENCE)
+    lake = site.pipeline._running.outputs[0]
+    before = lake.status.changes
+    site.database.execute("update many set note = note || '.' where id = 1")
+    site.wait(lambda: lake.status.changes > before, "a change")
     site.wait(lambda: site.pipeline.address == address, "its start")
     site.wait(lambda: site.ask("/healthz").status == 200, "its answer")
 

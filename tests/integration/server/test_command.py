@@ -1,4 +1,4 @@
-"""`penstock run` with a server, and what it prints for monitoring."""
+"""`penstock run` with a server and with JSON log lines, and what is printed for monitoring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.program import PATIENCE, penstock
 def test_run_says_where_it_serves_and_stops_although_a_page_follows(database: Any, tmp_path: Path) -> None:
     database.execute("create table things (id int primary key, note text); insert into things values (1, 'x')")
     site = Site(database, tmp_path)
-    site.configure(more="[server]\nport = 0\n")
+    site.configure(more='[server]\nport = 0\n[log]\nformat = "json"\n')
     process = site.start("run")
     try:
         site.wait_output(process, "serving on http://127.0.0.1:")
@@ -27,6 +27,7 @@ def test_run_says_where_it_serves_and_stops_although_a_page_follows(database: An
         assert address is not None
         with urllib.request.urlopen(f"{address[1]}/healthz", timeout=PATIENCE) as answer:
             assert json.load(answer) == {"status": "ok"}
+        site.wait_output(process, '"copied"')
         port = int(address[1].rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), PATIENCE) as page:
             page.sendall(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -34,6 +35,12 @@ def test_run_says_where_it_serves_and_stops_although_a_page_follows(database: An
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE) == 0, site.output(process)
         assert "Traceback" not in site.output(process)
+        # The config asks for JSON, and an option goes before it.
+        lines = [json.loads(line) for line in site.output(process).splitlines()]
+        assert "copied" in {line.get("event") for line in lines}
+        plain = site.run("--log-format", "text", "run", "--once")
+        assert plain.returncode == 0
+        assert "caught up, stopping" in plain.stderr.splitlines()
     finally:
         if process.poll() is None:
             process.kill()

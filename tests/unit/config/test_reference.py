@@ -67,7 +67,10 @@ DOCUMENTS = {
 @pytest.mark.parametrize(
     ("base", "names"),
     [
-        (TABLES, ["pipeline", "source", "state", "copy", "spark", "destination", "types", "schema_changes", "server"]),
+        (
+            TABLES,
+            ["pipeline", "source", "state", "copy", "spark", "destination", "types", "schema_changes", "log", "server"],
+        ),
         (DOCUMENTS, ["index", "sink", "polling"]),
     ],
     ids=["tables", "documents"],

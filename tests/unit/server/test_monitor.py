@@ -13,6 +13,7 @@ from penstock.headroom import Headroom
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.operations.progress import OutputLook
+from penstock.server import monitor
 from penstock.server.monitor import HISTORY_SECONDS, HISTORY_STEP, Monitor, Unmoved, describe, history_point
 from penstock.workers import ApplyStatus, Outage
 
@@ -161,3 +162,26 @@ def test_free_text_is_scrubbed_and_names_are_not(watched: Watched) -> None:
     )
     assert found == {"table": "public.orders", "error": {"reason": "cannot use ***"}, "problems": ["***"]}
     assert describe(watched.monitor)["ready"] is True
+
+
+def test_the_status_is_loaded_rarely_and_less_often_if_that_takes_long(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, loads, takes = 0.0, 0, 0.1
+
+    def load(config: Any, running_here: Any) -> str:
+        nonlocal now, loads
+        now, loads = now + takes, loads + 1
+        return f"status {loads}"
+
+    monkeypatch.setattr(monitor, "pipeline_status", load)
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: now)
+    assert [watched.monitor.status() for _ in range(3)] == ["status 1"] * 3
+    now += 4.9
+    assert watched.monitor.status() == "status 1"
+    now, takes = now + 0.2, 10.0
+    assert watched.monitor.status() == "status 2"
+    now += 39
+    assert watched.monitor.status() == "status 2", "four times as long as it took"
+    now += 2
+    assert watched.monitor.status() == "status 3"

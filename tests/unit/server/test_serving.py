@@ -115,6 +115,11 @@ def test_a_connection_in_use_is_kept_and_an_idle_one_is_closed(monkeypatch: pyte
         server.stop()
 
 
+def test_answers_are_sent_at_once() -> None:
+    with serving._bound("127.0.0.1", 0) as sock:
+        assert sock.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY only then"
+
+
 def test_files_that_cannot_be_read_are_refused_before_the_start(tmp_path: Path) -> None:
     config = make_config(
         {

@@ -93,6 +93,17 @@ def test_what_is_published_can_be_read(writer, reader):
     assert reader.captured == Lsn(116)
 
 
+def test_a_file_knows_how_many_rows_were_inserted_updated_and_deleted(writer, reader):
+    table = schema()
+    content = rows(table, 100, count=6)
+    operations = pa.array([1, 2, 3, 2, 2, 1], content.schema.field("_op").type)
+    content = content.set_column(content.schema.get_field_index("_op"), "_op", operations)
+    writer.write_rows(table, content, OrderKey(Lsn(100), 0), OrderKey(Lsn(100), 5))
+    writer.publish(Lsn(108), **ONE_TRANSACTION)
+    (entry,) = reader.entries(Lsn(100))
+    assert entry.steps[0].operations == (2, 3, 1)
+
+
 def test_entries_by_position_and_table(writer, reader):
     publish(writer, 100, schema(1), schema(2))
     publish(writer, 108, schema(2))
