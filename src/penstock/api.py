@@ -25,7 +25,8 @@ from penstock.operations.readiness import check_pipeline
 from penstock.operations.reading import choose_output, read_rows
 from penstock.operations.running import POLL_SECONDS, Running, started
 from penstock.operations.signals import Ending
-from penstock.operations.status import PipelineStatus, pipeline_status
+from penstock.operations.status import pipeline_status
+from penstock.operations.status_model import PipelineStatus
 from penstock.operations.stores import existing_store
 from penstock.operations.verify import VerifyReport, VerifyRequest, verify_pipeline, verify_running
 from penstock.server.serving import Serving, require_server, serving

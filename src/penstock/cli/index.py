@@ -46,7 +46,7 @@ from penstock.operations.indexes import (
     require_built,
 )
 from penstock.operations.signals import Ending
-from penstock.operations.status import IndexState
+from penstock.operations.status_model import IndexState
 from penstock.operations.stores import existing_store, require_shared_state, running
 from penstock.operations.verify import DIFFERENT, NOT_COMPARED
 from penstock.sinks.base import ReadableSink

@@ -22,7 +22,8 @@ from penstock.errors import PenstockError, SlotLost, SlotMissing, for_table, in_
 from penstock.headroom import Room
 from penstock.observe import scrub
 from penstock.operations.signals import Ended, Ending
-from penstock.operations.status import (
+from penstock.operations.status import driver_facts, pipeline_status, table_locations, table_states
+from penstock.operations.status_model import (
     IndexState,
     OutputStatus,
     PipelineStatus,
@@ -30,11 +31,7 @@ from penstock.operations.status import (
     SupervisorStatus,
     TableState,
     TableStatus,
-    driver_facts,
-    pipeline_status,
     status_facts,
-    table_locations,
-    table_states,
 )
 from penstock.operations.stores import chosen_outputs, existing_store, require_shared_state, running
 from penstock.state import LeaseInfo

@@ -19,7 +19,8 @@ from penstock.documents.explain import Explanation, explain_index
 from penstock.documents.mapping import index_mapping
 from penstock.documents.polling import polled_catalog
 from penstock.errors import DestinationUnavailable, PenstockError
-from penstock.operations.status import IndexState, stored_indexes
+from penstock.operations.status import stored_indexes
+from penstock.operations.status_model import IndexState
 from penstock.operations.stores import existing_store
 from penstock.sinks.base import IndexFacts, ReadableSink, Sink, readable
 from penstock.source import Role, connect

@@ -39,7 +39,8 @@ from penstock.lsn import Lsn
 from penstock.observe import printable, redact, scrub
 from penstock.observe.redact import MASK
 from penstock.operations.readiness import check_pipeline
-from penstock.operations.status import pipeline_status, status_facts
+from penstock.operations.status import pipeline_status
+from penstock.operations.status_model import status_facts
 from penstock.operations.stores import existing_store, table_names
 from penstock.source import Role, SourceSettings, connect
 from penstock.source.faults import translated

@@ -28,7 +28,7 @@ from penstock.config.problems import explain
 from penstock.errors import ConfigError, PenstockError, StateError
 from penstock.observe import redact, scrub
 from penstock.operations.commands import send_command
-from penstock.operations.status import status_facts
+from penstock.operations.status_model import status_facts
 from penstock.operations.verify import verifications
 from penstock.server.guarding import Refused
 from penstock.server.metrics import CONTENT_TYPE, Metrics

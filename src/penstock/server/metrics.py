@@ -27,7 +27,7 @@ from penstock.capture import Reading
 from penstock.headroom import Room
 from penstock.observe.tally import Distribution
 from penstock.operations.lag import Behind
-from penstock.operations.status import PipelineStatus
+from penstock.operations.status_model import PipelineStatus
 from penstock.operations.verify import verifications
 from penstock.output import RunningOutput
 from penstock.server.monitor import Monitor, load_status

@@ -22,7 +22,8 @@ from penstock.observe import redact, scrub
 from penstock.operations.lag import Behind
 from penstock.operations.progress import OutputLook, format_time
 from penstock.operations.running import Running
-from penstock.operations.status import PipelineStatus, pipeline_status
+from penstock.operations.status import pipeline_status
+from penstock.operations.status_model import PipelineStatus
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from penstock.operations.status import IndexState, OutputStatus, SourceStatus, TableStatus
+from penstock.operations.status_model import IndexState, OutputStatus, SourceStatus, TableStatus
 
 _Names = Annotated[list[Annotated[str, Field(min_length=1, max_length=300)]], Field(max_length=1000)]
 

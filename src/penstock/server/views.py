@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.config.units import count_of
-from penstock.operations.status import OutputStatus, TableStatus, status_facts
+from penstock.operations.status_model import OutputStatus, TableStatus, status_facts
 from penstock.server.guarding import Refused
 from penstock.server.monitor import Monitor
 from penstock.server.openapi import package_version

@@ -19,7 +19,8 @@ from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.operations.progress import OutputLook, StatusFile
 from penstock.operations.signals import Ended
-from penstock.operations.status import (
+from penstock.operations.status import reason_of_copy
+from penstock.operations.status_model import (
     LeftOutTable,
     OutputStatus,
     PipelineStatus,
@@ -28,7 +29,6 @@ from penstock.operations.status import (
     SupervisorStatus,
     TableError,
     TableStatus,
-    reason_of_copy,
     status_facts,
 )
 from penstock.state import Catchup, DataSync, FinishedCopy, Init, LeaseInfo, MemoryStore, Ready, SyncDone

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.operations.status import OutputStatus, PipelineStatus, SourceStatus, TableError, TableStatus
+from penstock.operations.status_model import OutputStatus, PipelineStatus, SourceStatus, TableError, TableStatus
 from penstock.server.guarding import Refused
 from penstock.server.views import error_list, table_rows
 
