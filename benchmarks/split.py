@@ -105,13 +105,14 @@ def _clocked(function: Callable[[Any], Any], item: Any) -> tuple[Any, float]:
 def main() -> None:
     arguments = _parse_arguments()
     results: dict[str, float] = {}
+    settings = BatchSettings(max_rows=arguments.batch_rows, max_bytes=arguments.batch_bytes)
     with open_stage(arguments.server, SERVER_SETTINGS) as stage:
         for name in arguments.workload:
             captured = _capture(stage.server, stage.folder / name, name, arguments.changes)
             runs: dict[int, list[Applied]] = {cores: [] for cores in arguments.cores}
             for number in range(arguments.rounds):
                 for cores in arguments.cores if number % 2 == 0 else arguments.cores[::-1]:
-                    runs[cores].append(_apply(captured, cores))
+                    runs[cores].append(_apply(captured, cores, settings))
                     _say(name, cores, captured.load, runs[cores][-1])
             results |= _result(name, captured.load, runs)
             print(f"\n{_describe(name, captured.load, runs)}\n", flush=True)
@@ -160,15 +161,15 @@ def _update_all(connection: psycopg.Connection[Any]) -> Load:
     return Load(changes, 1, end, end - before, time.monotonic() - began)
 
 
-def _apply(captured: Captured, cores: int) -> Applied:
+def _apply(captured: Captured, cores: int, settings: BatchSettings) -> Applied:
     """Apply the spool twice in one session; return the second run, in which workers and JVM are warm."""
     with spark_session("bench-split", cores) as session:
         tasks = ClockedTasks(SparkTasks(session))
-        _apply_once(captured, tasks)
-        return _apply_once(captured, tasks)
+        _apply_once(captured, tasks, settings)
+        return _apply_once(captured, tasks, settings)
 
 
-def _apply_once(captured: Captured, tasks: ClockedTasks) -> Applied:
+def _apply_once(captured: Captured, tasks: ClockedTasks, settings: BatchSettings) -> Applied:
     """Apply the spool to a copy of the lake, and compare it with the source."""
     with tempfile.TemporaryDirectory(dir=captured.folder) as folder:
         lake = Path(shutil.copytree(captured.folder / "before", Path(folder) / "lake"))
@@ -177,7 +178,7 @@ def _apply_once(captured: Captured, tasks: ClockedTasks) -> Applied:
         context.store.store_table_schema(captured.schema)
         destination = DeltaDestination(lake, maintenance=False)
         destination.startup(context)
-        writer = BatchWriter(captured.folder / "spool", context.store, destination, BatchSettings())
+        writer = BatchWriter(captured.folder / "spool", context.store, destination, settings)
         position, batches, tasks.seconds = captured.begin, 0, 0.0
         began = time.monotonic()
         with TreeWatch(os.getpid()) as watch:
@@ -246,6 +247,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--changes", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3, help="runs with each number of cores")
     parser.add_argument("--cores", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--batch-rows", type=int, default=BatchSettings().max_rows, help="batch.max_rows")
+    parser.add_argument("--batch-bytes", type=int, default=BatchSettings().max_bytes, help="batch.max_bytes")
     parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     return parser.parse_args()
 
