@@ -61,9 +61,11 @@ def newest(rows: DataFrame, names: list[str]) -> DataFrame:
     """Return the last change of each key, each value in a struct; no struct if the server omitted the value.
 
     An update of the key is a delete of the old one and an insert. The server omits large values that did not change. If
-    keys of rows with such values change, the table needs REPLICA IDENTITY FULL; then `_old` has the values.
+    keys of rows with such values change, the table needs REPLICA IDENTITY FULL; then `_old` has the values. Without it,
+    `merge` raises an error.
     """
-    kept = rows.select(KEY, *names, "_op", "_commit_lsn", "_ordinal", "_unchanged")
+    kept = rows.select(KEY, *names, "_op", "_commit_lsn", "_ordinal", "_unchanged", "_old")
+    known = rows.schema["_old"].dataType.fieldNames()
     moved = rows.where(f"_old.{KEY} <> {KEY}").select(
         F.col(f"_old.{KEY}").alias(KEY), F.lit("delete").alias("_op"), "_commit_lsn", "_ordinal"
     )
@@ -71,7 +73,11 @@ def newest(rows: DataFrame, names: list[str]) -> DataFrame:
     by_key = Window.partitionBy(KEY).orderBy("_commit_lsn", "_ordinal")
     for name in names:
         sent = F.when(~F.array_contains("_unchanged", name), F.struct(name))
+        if name in known:
+            # Nothing is sent of what a delete had; of an update it is what the row had before.
+            sent = sent.when(F.col("_op") == "update", F.struct(F.col(f"_old.{name}").alias(name)))
         rows = rows.withColumn(f"new_{name}", F.last(sent, ignorenulls=True).over(by_key))
+    rows = rows.withColumn("_moved", F.max(F.expr(f"_old.{KEY} <> {KEY}")).over(Window.partitionBy(KEY)))
     latest = Window.partitionBy(KEY).orderBy(F.desc("_commit_lsn"), F.desc("_ordinal"))
     return rows.withColumn("_rank", F.row_number().over(latest)).where("_rank = 1")
 
@@ -82,7 +88,9 @@ def merge(rows: DataFrame, target: str, names: list[str]) -> None:
         f"t.`{name}` = if(s.`new_{name}` is null, t.`{name}`, s.`new_{name}`.`{name}`)" for name in names
     )
     columns = ", ".join(f"`{name}`" for name in (KEY, *names))
-    inserts = ", ".join((f"s.`{KEY}`", *(f"s.`new_{name}`.`{name}`" for name in names)))
+    missing = "raise_error('a key changed, and the server omitted a value of the row: set REPLICA IDENTITY FULL')"
+    cells = (f"if(s._moved and s.`new_{name}` is null, {missing}, s.`new_{name}`.`{name}`)" for name in names)
+    inserts = ", ".join((f"s.`{KEY}`", *cells))
     rows.createOrReplaceTempView("newest")
     rows.sparkSession.sql(
         f"""

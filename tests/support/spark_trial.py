@@ -27,8 +27,10 @@ from typing import Any
 from penstock.testing.postgres import PostgresServer
 from tests.support.delta_jars import delta_spark_options
 from tests.support.processes import command_of, descendants_of
+from tests.support.waiting import pause
 
 HANG_SECONDS = 600.0
+"""A guard: everything here waits for events."""
 TABLE = "public.customers"
 ROOT = Path(__file__).parents[2]
 _EXAMPLE = ROOT / "examples" / "spark" / "upsert.py"
@@ -52,21 +54,24 @@ def run_trial(server: PostgresServer, folder: Path, *, seed: int, kills: int) ->
     with server.connect(database) as connection:
         connection.execute(f"create table {TABLE} (id int primary key, name text, email text, notes text)".encode())
         connection.execute(f"insert into {TABLE} select i, 'n', 'e', {_LARGE} from generate_series(1, 300) i".encode())
+        if seed % 2 == 0:
+            connection.execute(f"alter table {TABLE} replica identity full".encode())
     killed: Counter[str] = Counter()
-    with _driving(server.dsn(database), folder) as driver, _writing(server, database, choose):
-        for _ in range(kills):
-            driver.wait_batch()
-            time.sleep(choose.uniform(0, 1.5))  # Anywhere in a batch: there is no event to wait for.
-            victim = choose.choice((_PLANNER, _CAPTURE, _DRIVER))
-            killed[victim] += driver.kill(victim)
     with _driving(server.dsn(database), folder) as driver, server.connect(database) as connection:
+        with _Writer(server, database, Random(choose.random())) as writer:
+            while killed.total() < kills:
+                driver.wait_batch()
+                # Anywhere in a batch.
+                writer.wait_transactions(choose.randrange(60))
+                victim = choose.choice((_PLANNER, _CAPTURE, _DRIVER))
+                killed[victim] += driver.kill(victim)
         rows = connection.execute(f"select * from {TABLE} order by id".encode()).fetchall()
-        deadline = time.monotonic() + HANG_SECONDS
+        begun = time.monotonic()
         while (found := _read_table(folder)) != rows:
             driver.start_if_ended()
-            if time.monotonic() > deadline:
+            if time.monotonic() > begun + HANG_SECONDS:
                 raise AssertionError(_compare(rows, found, seed))
-            time.sleep(0.5)
+            pause(begun, longest=0.5)
     return killed
 
 
@@ -74,6 +79,7 @@ _LARGE = "(select string_agg(md5((i * j)::text), '') from generate_series(1, 200
 
 _NEW = "(select string_agg(md5(%(text)s || j), '') from generate_series(1, 200) j)"
 _FREE = "from generate_series(%(id)s::int, %(id)s + 5) i on conflict do nothing"
+_MOVABLE = f"(notes is null or (select relreplident = 'f' from pg_class where oid = '{TABLE}'::regclass))"
 _ABSENT = f"not exists (select from {TABLE} where id = 400 + %(other)s)"
 
 
@@ -89,8 +95,8 @@ def _write(connection: Any, choose: Random) -> None:
                     f"update {TABLE} set notes = {_NEW} where id = %(id)s and id % 3 > 0",
                     f"delete from {TABLE} where id between %(id)s and %(id)s + 3",
                     f"insert into {TABLE} select i, %(text)s, 'e', case when i % 3 > 0 then {_LARGE} end {_FREE}",
-                    # Only rows without a large value: the server omits it.
-                    f"update {TABLE} set id = 400 + %(other)s where id = %(id)s and notes is null and {_ABSENT}",
+                    # Without the whole old row, only rows without a large value: the server omits it.
+                    f"update {TABLE} set id = 400 + %(other)s where id = %(id)s and {_MOVABLE} and {_ABSENT}",
                 )
             )
             connection.execute(statement.replace("% 3", "%% 3").encode(), ids)
@@ -98,23 +104,46 @@ def _write(connection: Any, choose: Random) -> None:
         connection.execute(f"truncate {TABLE}".encode())
 
 
-@contextmanager
-def _writing(server: PostgresServer, database: str, choose: Random) -> Iterator[None]:
-    ended = threading.Event()
-    own = Random(choose.random())
+class _Writer:
+    """Writes in a thread until the end of the block."""
 
-    def write() -> None:
-        with server.connect(database) as connection:
-            while not ended.wait(0.02):
-                _write(connection, own)
+    def __init__(self, server: PostgresServer, database: str, choose: Random) -> None:
+        self._server, self._database, self._choose = server, database, choose
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+        self._transactions = 0
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._write)
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    def wait_transactions(self, count: int) -> None:
+        """Wait until so many more transactions are written."""
+        with self._changed:
+            wanted = self._transactions + count
+            reached = self._changed.wait_for(lambda: self._error or self._transactions >= wanted, HANG_SECONDS)
+        if self._error is not None:
+            raise self._error
+        assert reached, "no transactions"
+
+    def _write(self) -> None:
+        try:
+            with self._server.connect(self._database) as connection:
+                while not self._ended.wait(0.02):
+                    _write(connection, self._choose)
+                    with self._changed:
+                        self._transactions += 1
+                        self._changed.notify_all()
+        except Exception as error:
+            self._error = error
+
+    def __enter__(self) -> _Writer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
 
 
 class _Driver:
@@ -139,17 +168,18 @@ class _Driver:
         """Wait until a batch is begun that was not there before."""
         offsets = self._folder / "checkpoint" / "offsets"
         before = {path.name for path in offsets.glob("[0-9]*")}
-        deadline = time.monotonic() + HANG_SECONDS
+        begun = time.monotonic()
         while {path.name for path in offsets.glob("[0-9]*")} <= before:
             self.start_if_ended()
-            assert time.monotonic() < deadline, "no batch"
-            time.sleep(0.02)
+            assert time.monotonic() < begun + HANG_SECONDS, "no batch"
+            pause(begun)
 
     def kill(self, victim: str) -> int:
         """Kill a process of the query; return how many there were."""
         pids = descendants_of(self._process.pid)
         if victim == _DRIVER:
             self.stop()
+            self.start_if_ended()
             return 1
         module = "penstock.capture" if victim == _CAPTURE else "pyspark.sql.streaming.python_streaming_source_runner"
         found = [pid for pid in pids if module in command_of(pid)]

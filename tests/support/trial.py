@@ -356,7 +356,15 @@ class _Trial:
 
     def run(self) -> TrialReport:
         settings, report = self._settings, self._report
-        writers = Writers(self._dsn, Random(f"{settings.seed}-writes"), self._tables, settings.size, ddl=settings.ddl)
+        writers = Writers(
+            self._dsn,
+            Random(f"{settings.seed}-writes"),
+            self._tables,
+            settings.size,
+            # A copy by Spark takes longer than the time from one truncate to the next.
+            truncates=settings.destination != "spark",
+            ddl=settings.ddl,
+        )
         for pipeline in self._pipelines:
             pipeline.start()
         with writers:
@@ -367,6 +375,7 @@ class _Trial:
             # Changes must also stream after the last of them.
             for pipeline in self._pipelines:
                 self._settle(pipeline)
+            writers.begin_truncates()
             writers.wait_for_actions(writers.actions + 100)
         report.statements, report.transactions = writers.actions, writers.transactions
         report.reconnects, report.restructured = writers.reconnects, writers.restructured
@@ -419,6 +428,7 @@ class _Trial:
                     pipeline.wait_for("it to run", lambda seen: seen.applied is not None)
             case Milestone.READY:
                 self._settle(pipeline)
+                writers.begin_truncates()
             case _:
                 pass
         writers.wait_for_actions(writers.actions + kill.after)

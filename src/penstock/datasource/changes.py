@@ -262,6 +262,7 @@ class _Planner:
         start = self._options.start
         if start == SNAPSHOT:
             return Position(Lsn(0), is_copy=True)
+        self._feed.note_copy(Lsn(0))
         return self._feed.position(self._first())
 
     def _first(self) -> Lsn:
@@ -413,9 +414,10 @@ class _Planner:
         works: list[_Work] = []
         steps: list[tuple[Segment, TableSchema] | Truncation] = []
         size = 0
+        after = furthest(begin.lsn, self._feed.copied)
         for entry in entries:
             for step in self._steps(entry):
-                narrowed = _between(step, begin.lsn, end.lsn)
+                narrowed = _between(step, after, end.lsn)
                 if narrowed is None:
                     continue
                 if isinstance(narrowed, Segment):
@@ -438,8 +440,8 @@ class _Planner:
     def _plan_copy(self) -> list[_Work]:
         """Return the tasks of the copy.
 
-        If the process that took the snapshot is gone, another snapshot is taken. It is later, so the changes in between
-        come again after it: their positions are before those of the copied rows.
+        If the process that took the snapshot is gone, another snapshot is taken. It is later than the end of the batch
+        that Spark has logged, so the changes in between are left out afterwards.
         """
         snapshot = self._snapshot or self._take_snapshot()
         membership = self._feed.membership
@@ -458,6 +460,7 @@ class _Planner:
 
     def _take_snapshot(self) -> Snapshot:
         self._snapshot = take_snapshot(self._options.feed.source, check=self._feed.capture.check)
+        self._feed.note_copy(self._snapshot.position)
         return self._snapshot
 
     def _release(self) -> None:

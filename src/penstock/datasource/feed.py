@@ -25,6 +25,7 @@ import psycopg
 from penstock.capture import CaptureProcess, CaptureSettings, Reading
 from penstock.capture.assembler import AssemblerSettings
 from penstock.errors import (
+    CaptureStopped,
     ConfigError,
     LineageChanged,
     NotIdentified,
@@ -67,6 +68,8 @@ from penstock.values import TypeSettings
 READER = "spark"
 _SPOOL_SECONDS = 30.0
 """How long to wait for the capture of an earlier run of the query, which ends with its process."""
+_BUSY_SECONDS = 600.0
+"""How long capture may take to connect if it reports no problem."""
 _LOCK_SECONDS = 0.05
 _PARENT_SECONDS = 0.5
 _NEW_QUERY = (
@@ -201,12 +204,39 @@ class Feed:
         self.reader.readers.advance(READER, lsn)
         self.reader.forget(lsn)
 
+    @property
+    def copied(self) -> Lsn:
+        """The position of the copy that the query began with: changes before it are part of it. Zero if unknown."""
+        found = read_file(self._copy_file)
+        noted = Position(Lsn(0)) if found is None else Position.from_offset(found)
+        # A server that took over may have other changes at the same positions.
+        return noted.lsn if noted == self.position(noted.lsn) else Lsn(0)
+
+    def note_copy(self, position: Lsn) -> None:
+        """Note where the copy is taken, before it is read; zero if the query begins without one."""
+        replace_file(self._copy_file, self.position(position).to_offset(), durable=True)
+
+    @property
+    def _copy_file(self) -> Path:
+        return SpoolFolder(self.settings.folder).root / "copy.json"
+
     def require_published(self) -> None:
-        """Raise `PublicationChanged` if a table left the publication, also if it came back: changes are missing."""
+        """Raise `PublicationChanged` if a table left the publication, also if it came back: changes are missing.
+
+        Also if its name belongs to another table now, which the query would not follow.
+        """
+        [name, *_] = self.settings.patterns
         with connect(self.settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             now = load_membership(connection, self.settings.publication)
+            found = connection.execute("select pg_catalog.to_regclass(%s)::pg_catalog.oid::int8", [name]).fetchone()
         if self._identity(now) != self._publication:
             raise self._left()
+        if self._table_id is not None and found not in (None, (None,), (self._table_id,)):
+            raise PublicationChanged(
+                f"{name} is another table now: the one that the query follows was renamed, and this one took its name",
+                hint=_NEW_QUERY,
+                tables=[name],
+            )
 
     def _require_published(self, seen: Position | None) -> None:
         if seen is not None and not seen.is_copy and seen.publication != self._publication:
@@ -355,7 +385,11 @@ class Feed:
         )
         capture.start()
         self._resources.callback(capture.stop)
-        capture.wait_until_streaming()
+        try:
+            capture.wait_until_streaming()
+        except CaptureStopped:
+            # It reports no problem, or has ended: a busy machine must not end the query, which would start it again.
+            capture.wait_until_streaming(_BUSY_SECONDS)
         return capture
 
 

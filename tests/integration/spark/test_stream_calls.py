@@ -23,7 +23,9 @@ import pytest
 pytest.importorskip("pyspark")
 
 from penstock.changes.frames import spark_type_name
+from penstock.datasource import changes
 from penstock.datasource.changes import ChangesReader, StreamOptions, _shown
+from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.source.connections import Role, connect
 from tests.e2e.support import wait_for
@@ -220,12 +222,95 @@ def test_a_query_that_ends_between_any_two_calls_loses_and_doubles_nothing(
         log = run_to_the_end(database, tmp_path, **options)
         rows = [{"id": id_, "name": name, "big": big} for id_, name, big in connection.execute("select * from t")]
     assert {row["id"]: row for row in rows} == state_of(log.rows)
-    changes = [(row["_commit_lsn"], row["_ordinal"]) for row in log.rows if row["_op"] != "snapshot"]
-    assert len(changes) == len(set(changes)), "no change is in two batches"
-    assert len(changes) > 100
+    found = [(row["_commit_lsn"], row["_ordinal"]) for row in log.rows if row["_op"] != "snapshot"]
+    assert len(found) == len(set(found)), "no change is in two batches"
+    assert len(found) > 100
     assert log.repeated, "some batch was interrupted"
     for first, again in log.repeated:
         assert first == again or first[0]["_op"] == "snapshot"
+
+
+@pytest.mark.trap(19, 53)
+@pytest.mark.parametrize("is_spool_lost", [False, True])
+def test_a_copy_that_is_repeated_has_the_changes_in_between(database: Any, tmp_path: Path, is_spool_lost: bool) -> None:
+    database.execute("create table t (id int primary key, name text, big text)")
+    database.execute("insert into t select i, 'first', repeat('b', 9000) from generate_series(1, 30) i")
+    options = {"table": "t", "startingPosition": "snapshot"}
+    choose = Random(5)
+    with database.connect() as connection:
+        for steps in (2, 3, 4, 5, 6):
+            run_until_killed(steps, database, tmp_path, **options)
+            for _ in range(5):
+                write(connection, choose)
+        if is_spool_lost:
+            wait_for(lambda: not locked(tmp_path / "spool" / "lock"), "capture to end")
+            shutil.rmtree(tmp_path / "spool")
+        run_until_killed(9, database, tmp_path, **options)
+        write(connection, choose)
+        log = run_to_the_end(database, tmp_path, **options)
+        rows = connection.execute("select * from t").fetchall()
+    copied, later = log.batches[0], [row for number in range(1, log.commits) for row in log.batches[number]]
+    assert {row["_op"] for row in copied} == {"snapshot"}
+    assert all(row["_commit_lsn"] >= copied[0]["_commit_lsn"] for row in later), "no change that the copy has"
+    # As they came: nobody has to compare positions.
+    found = state_of([*copied, *later]).values()
+    assert sorted(tuple(row.values()) for row in found) == sorted(rows)
+
+
+@pytest.mark.trap(3, 28)
+def test_a_restart_may_have_another_limit_of_rows(database: Any, tmp_path: Path) -> None:
+    database.execute("create table t (id int primary key, name text, big text)")
+    choose, limits = Random(3), ("3", "1000", "1", "40", "7")
+    run_until_killed(6, database, tmp_path, table="t", maxRowsPerBatch="5")
+    with database.connect() as connection:
+        for limit in limits:
+            for _ in range(10):
+                write(connection, choose)
+            run_until_killed(choose.randint(5, 25), database, tmp_path, table="t", maxRowsPerBatch=limit)
+        log = run_to_the_end(database, tmp_path, table="t")
+        rows = connection.execute("select * from t").fetchall()
+    assert sorted(tuple(row.values()) for row in state_of(log.rows).values()) == sorted(rows)
+    found = [(row["_commit_lsn"], row["_ordinal"]) for row in log.rows]
+    assert len(found) == len(set(found)) > 50
+    for first, again in log.repeated:
+        assert first == again
+
+
+@pytest.mark.trap(10)
+def test_a_new_checkpoint_on_an_old_slot_skips_nothing(database: Any, tmp_path: Path) -> None:
+    database.execute("create table t (id int primary key)")
+    database.execute("insert into t values (1)")
+    # A copy that nobody has finished, and whose position must not count for another query.
+    run_until_killed(5, database, tmp_path, table="t", startingPosition="snapshot")
+    database.execute("insert into t values (2)")
+    run_until_killed(6, database, tmp_path, table="t", startingPosition="snapshot")
+    (tmp_path / "log").unlink(missing_ok=True)
+    database.execute("insert into t values (3)")
+    log = run_to_the_end(database, tmp_path, table="t", startingPosition="latest")
+    assert [row["id"] for row in log.rows] == [2, 3]
+    wait_for(lambda: not locked(tmp_path / "spool" / "lock"), "capture to end")
+    (tmp_path / "log").unlink()
+    database.execute("insert into t values (4)")
+    log = run_to_the_end(database, tmp_path, table="t", startingPosition="snapshot")
+    assert sorted(row["id"] for row in log.rows) == [1, 2, 3, 4]
+
+
+@pytest.mark.trap(18)
+def test_a_table_that_another_one_replaces_under_its_name_ends_the_query(
+    database: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "_LOOK_SECONDS", 0.0)
+    database.execute("create table t (id int primary key); create table new_t (id int primary key)")
+    reader = reader_of(database, tmp_path, table="t")
+    try:
+        reader.latestOffset()
+        database.execute("alter table t rename to old_t")
+        reader.latestOffset()
+        database.execute("alter table new_t rename to t")
+        with pytest.raises(PenstockError, match=r"is another table now.*Start a new query"):
+            reader.latestOffset()
+    finally:
+        reader.stop()
 
 
 def locked(path: Path) -> bool:

@@ -81,3 +81,36 @@ def test_two_streams_are_joined(session: Any, database: Any, tmp_path: Path) -> 
     run(example("join").join(session, database.dsn, str(tmp_path)), "append", "joined", tmp_path)
     rows = session.sql("select order_id, customer, amount from joined order by amount").collect()
     assert [tuple(row) for row in rows] == [(1, "ann", 5), (1, "ann", 6)]
+
+
+@pytest.mark.trap(25, 27)
+def test_upserts_keep_omitted_values_of_rows_whose_keys_change(
+    delta_spark: Any, session: Any, database: Any, tmp_path: Path
+) -> None:
+    database.execute("create table customers (id int primary key, name text, email text, notes text)")
+    database.execute("alter table customers alter column notes set storage external")
+    database.execute("insert into customers values (1, 'a', 'e', repeat('x', 9000)), (2, 'b', null, repeat('y', 9000))")
+    upsert = example("upsert")
+
+    def go_on() -> None:
+        query = upsert.start(session, database.dsn, str(tmp_path), spoolLocation=str(tmp_path / "spool"))
+        try:
+            query.processAllAvailable()
+        finally:
+            query.stop()
+
+    def found() -> list[tuple[Any, ...]]:
+        rows = session.read.format("delta").load(str(tmp_path / "table")).orderBy("id").collect()
+        return [(row.id, row.name, row.email, row.notes[0], len(row.notes)) for row in rows]
+
+    go_on()
+    database.execute("alter table customers replica identity full")
+    database.execute("update customers set id = 3 where id = 1")
+    database.execute("update customers set id = 4, name = 'c' where id = 3")
+    go_on()
+    assert found() == [(2, "b", None, "y", 9000), (4, "c", "e", "x", 9000)]
+    database.execute("alter table customers replica identity default")
+    database.execute("update customers set id = 5 where id = 4")
+    with pytest.raises(Exception, match="set REPLICA IDENTITY FULL"):
+        go_on()
+    assert found() == [(2, "b", None, "y", 9000), (4, "c", "e", "x", 9000)], "and not a row without its value"

@@ -11,15 +11,16 @@ Columns are matched by the number of the source's column, which stands in the co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+from pyspark.sql.functions import col as column
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
-from penstock.changes.frames import exchange_with, spark_type_name
+from penstock.changes.frames import spark_type_name
 from penstock.changes.segment import OP, UNCHANGED, UNREPRESENTABLE, field_names
 from penstock.destinations.base import Capabilities, CopyRows
 from penstock.destinations.batch_events import leave_out
@@ -53,13 +54,14 @@ from penstock.destinations.spark.target import Tables
 from penstock.destinations.spark.transforms import Projection
 from penstock.lsn import Lsn, furthest
 from penstock.schema import TableSchema
+from penstock.values.datetimes import times_as_text
 
 _APP, _VERSION = "spark.databricks.delta.write.txnAppId", "spark.databricks.delta.write.txnVersion"
 _COMMENT = re.compile(r"source column (\d+)")
 _NET = "penstock_net"
 _PLACE, _LIMIT, _GONE = f"place{LONG}", f"most{LONG}", f"gone{LONG}"
-_NO_TEXTS = ("bigint", "int", "smallint", "string", "boolean", "binary")
-"""Types of columns that hold every value of the source."""
+_NO_TEXTS = (pa.int64(), pa.int32(), pa.int16(), pa.string(), pa.large_string(), pa.bool_(), pa.binary())
+"""Types of segments that hold every value of the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class DeltaTarget:
         lineage = self._tables.context.lineage
         if lineage in state.positions:
             return
+        _allow(session, f"delta.{quote(location)}", (kind for _, kind in frame.dtypes))
         frame.write.format("delta").mode("overwrite").option("overwriteSchema", "true").options(**self._options).option(
             "txnAppId", _app(rows.attempt, lineage)
         ).option("txnVersion", str(int(rows.position))).save(location)
@@ -271,7 +274,7 @@ class DeltaTarget:
             net.createOrReplaceTempView(_NET)
             fill = has_omitted(steps) and bool(schema.key) and not truncated
             if schema.key:
-                merge = _merge_keyed(table, schema, projection, fill=fill)
+                merge = _merge_keyed(table, schema, projection, types, fill=fill)
             else:
                 merge = _merge_rows(table, schema, projection)
             session.sql(merge + (" when not matched by source then delete" if truncated else ""))
@@ -300,7 +303,7 @@ class DeltaTarget:
         others = {field.name for field in fields} - {field.name for field in there.values()}
         if {number: field.name for number, field in there.items()} == wanted and columns is None:
             return
-        types = {} if columns is None else _spark_types(session, columns)
+        types = {} if columns is None else _spark_types(columns)
         kept = {name: there[number] for number, name in wanted.items() if number in there}
         retyped = [name for name, field in kept.items() if types.get(name) not in (None, field.dataType.simpleString())]
         renamed = {field.name: name for name, field in kept.items() if field.name != name}
@@ -332,15 +335,23 @@ class DeltaTarget:
             session.sql(f"alter table {table} drop columns ({', '.join(map(quote, dropped))})")
         for before, name in renamed.items():
             session.sql(f"alter table {table} rename column {quote(before)} to {quote(name)}")
+        _allow(session, table, (types[name] for name in added.values()))
         for number, name in added.items():
             session.sql(
                 f"alter table {table} add columns ({quote(name)} {types[name]} comment 'source column {number}')"
             )
 
 
-def _spark_types(session: Any, columns: pa.Schema) -> dict[str, str]:
-    shown, _ = exchange_with(session.version, columns)
-    return {field.name: spark_type_name(field.type) for field in shown}
+def _spark_types(columns: pa.Schema) -> dict[str, str]:
+    return {field.name: spark_type_name(times_as_text(field.type)) for field in columns}
+
+
+def _allow(session: Any, table: str, types: Iterable[str]) -> None:
+    """Allow a table to have columns of these types: an existing one does not get this feature by itself."""
+    if any("timestamp_ntz" in kind for kind in types):
+        features = session.sql(f"describe detail {table}").select("tableFeatures").first()[0]
+        if "timestampNtz" not in features:
+            session.sql(f"alter table {table} set tblproperties ('delta.feature.timestampNtz' = 'supported')")
 
 
 def _app(attempt: str, lineage: str) -> str:
@@ -372,18 +383,19 @@ def _transaction(session: Any, app: str, end: Lsn) -> Iterator[None]:
 def _commented(frame: Any, schema: TableSchema, projection: Projection) -> Any:
     """Return a frame whose columns say which column of the source they are."""
     numbers = {name: column.attnum for column, name in zip(schema.columns, field_names(schema), strict=True)}
-    for output in projection.outputs:
-        if output.plain:
-            comment = {"comment": f"source column {numbers[output.name]}"}
-            frame = frame.withMetadata(_escaped(output.name), comment)
-    return frame
+    comments = {
+        output.name: {"comment": f"source column {numbers[output.name]}"}
+        for output in projection.outputs
+        if output.plain
+    }
+    # Not `withMetadata`, which takes a name with a dot for another column.
+    cells = ((name, column(quote(name))) for name in frame.columns)
+    return frame.select(
+        *(cell.alias(name, metadata=comments[name]) if name in comments else cell for name, cell in cells)
+    )
 
 
-def _escaped(name: str) -> str:
-    return quote(name) if "." in name else name
-
-
-def _merge_keyed(table: str, schema: TableSchema, projection: Projection, *, fill: bool) -> str:
+def _merge_keyed(table: str, schema: TableSchema, projection: Projection, columns: pa.Schema, *, fill: bool) -> str:
     key = key_names(schema)
     types = {output.name: output.type for output in projection.outputs}
     cells = {name: f"n.{quote(name)}" for name in projection.names}
@@ -402,7 +414,7 @@ def _merge_keyed(table: str, schema: TableSchema, projection: Projection, *, fil
         before = f" left join {table} p on n.{UNCHANGED} is not null and {on}"
     shown = [f"{cell} as {quote(name)}" for name, cell in cells.items()]
     source = f"select n.{OP}, {', '.join(shown)}, {texts} as {UNREPRESENTABLE} from {_NET} n{before}"
-    same = " and ".join(_same(name, types[name]) for name in key)
+    same = " and ".join(_same(name, exact=columns.field(name).type in _NO_TEXTS) for name in key)
     names = [*map(quote, cells), UNREPRESENTABLE]
     sets = ", ".join(f"t.{name} = s.{name}" for name in names)
     return (
@@ -414,9 +426,9 @@ def _merge_keyed(table: str, schema: TableSchema, projection: Projection, *, fil
     )
 
 
-def _same(name: str, type_: str) -> str:
-    """Return the condition for equal cells of a key, one of which may be known as a text only."""
-    if type_ in _NO_TEXTS:
+def _same(name: str, *, exact: bool) -> str:
+    """Return the condition for equal cells of a key; unless the type is exact, they may be known as a text only."""
+    if exact:
         return f"t.{quote(name)} = s.{quote(name)}"
     texts = f"t.{UNREPRESENTABLE}[{literal(name)}] <=> s.{UNREPRESENTABLE}[{literal(name)}]"
     return f"t.{quote(name)} <=> s.{quote(name)} and {texts}"

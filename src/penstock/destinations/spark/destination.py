@@ -25,8 +25,8 @@ from penstock.destinations.refusals import unusable
 from penstock.destinations.spark.append import AppendTarget, Batch, WriteFrame, call_function
 from penstock.destinations.spark.checkpoint import Checkpoint
 from penstock.destinations.spark.delta import DeltaTarget
-from penstock.destinations.spark.frames import BATCH, failure, hidden_name, old_as_text
-from penstock.destinations.spark.postgres import PostgresTarget, as_jdbc, require_postgres
+from penstock.destinations.spark.frames import BATCH, emptied, failure, hidden_name, old_as_text, with_columns_of
+from penstock.destinations.spark.postgres import PostgresTarget, require_postgres, write_jdbc
 from penstock.destinations.spark.target import Tables, Target
 from penstock.errors import PenstockError, SparkGone
 from penstock.lsn import Lsn
@@ -238,20 +238,21 @@ def _writer(
     format: str, name_of: Callable[[TableSchema], str], options: dict[str, str], *, is_path: bool
 ) -> WriteFrame:
     def write(frame: Any, batch: Batch) -> None:
-        name, given = name_of(batch.schema), dict(options)
+        name, given, session = name_of(batch.schema), dict(options), frame.sparkSession
+        if batch.kind == "copy":
+            # Earlier rows of the table no longer count, also if the copy has no row that would say so.
+            frame = frame.unionByName(emptied(session, batch.until), allowMissingColumns=True)
         frame = old_as_text(frame).selectExpr("*", f"{batch.number}L as {hidden_name(batch.schema, BATCH)}")
+        if format == "jdbc":
+            write_jdbc(frame, given, name, "append")
+            return
         if format == "delta":
             # The table records the number with the rows: a repeat changes nothing.
             given |= {"txnAppId": f"penstock/{batch.attempt}", "txnVersion": str(batch.number)}
             given.setdefault("mergeSchema", "true")
-        elif format == "jdbc":
-            frame, given["dbtable"] = as_jdbc(frame), name
+        elif not is_path and session.catalog.tableExists(name):
+            frame = with_columns_of(session.table(name), frame)
         writer = frame.write.format(format).mode("append").options(**given)
-        if is_path:
-            writer.save(name)
-        elif format == "jdbc":
-            writer.save()
-        else:
-            writer.saveAsTable(name)
+        writer.save(name) if is_path else writer.saveAsTable(name)
 
     return write

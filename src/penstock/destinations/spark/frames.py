@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from py4j.protocol import Py4JError, Py4JNetworkError
+from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
 from pyspark.errors import AnalysisException, PySparkException
 
 from penstock import errors
@@ -54,6 +54,7 @@ from penstock.errors import (
     TasksFailed,
     ValuesNotSent,
 )
+from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema, fold_case
 from penstock.spark.session import reason_of
 
@@ -83,6 +84,8 @@ _AWAY = (
     "The connection attempt failed",
     "No space left on device",
 )
+AWAY_STATES = ("08", "53", "57P")
+"""Beginnings of SQLSTATEs that time or an operator heals: connections, resources, shutdown."""
 
 
 def quote(name: str) -> str:
@@ -94,6 +97,13 @@ def literal(text: str) -> str:
     """Quote a text for Spark SQL."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def as_json(cell: str) -> str:
+    """Return the expression that prints a nested value as JSON, exactly: by default Spark cuts off microseconds."""
+    moments = "yyyy-MM-dd\\'T\\'HH:mm:ss.SSSSSS"
+    options = f"'timestampFormat', '{moments}xxx', 'timestampNTZFormat', '{moments}', 'ignoreNullFields', 'false'"
+    return f"to_json({cell}, map({options}))"
 
 
 def failure(table: str, error: Exception) -> PenstockError:
@@ -121,10 +131,21 @@ def failure(table: str, error: Exception) -> PenstockError:
         return busy(table)
     if isinstance(error, AnalysisException):
         return TableRejected(f"{table} was rejected: {reason_of(error)}", table=table)
-    if any(each in text for each in _AWAY):
+    is_away = isinstance(error, Py4JJavaError) and sql_state(error).startswith(AWAY_STATES)
+    if is_away or any(each in text for each in _AWAY):
         return DestinationUnavailable(f"{table}: the destination does not answer Spark", table=table)
     condition = error.getCondition() if isinstance(error, PySparkException) else None
     return TasksFailed(f"Spark could not write {table} ({condition or type(error).__name__})", table=table)
+
+
+def sql_state(error: Py4JJavaError) -> str:
+    """Return the SQLSTATE of a database that Spark writes to by JDBC; empty if there is none."""
+    cause = error.java_exception
+    while cause is not None:
+        if hasattr(cause, "getSQLState") and "SQLException" in str(cause.getClass().getName()):
+            return str(cause.getSQLState() or "")
+        cause = cause.getCause()
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +192,34 @@ def hash_column(schema: TableSchema) -> tuple[str, ...]:
     return () if schema.key else (hidden_name(schema),)
 
 
+def printed_times(frame: Any) -> Any:
+    """Return a frame with times of day as text, as Postgres prints them; also in arrays and structs.
+
+    Every frame of the destination has this form: Delta, JDBC and most formats have no type for times.
+    """
+    return frame.selectExpr(
+        *(f"{_printed(quote(each.name), each.dataType)} as {quote(each.name)}" for each in frame.schema)
+    )
+
+
+def _printed(cell: str, kind: Any) -> str:
+    if "time(" not in kind.simpleString():
+        return cell
+    match kind.typeName():
+        case "array":
+            return f"transform({cell}, each -> {_printed('each', kind.elementType)})"
+        case "struct":
+            parts = (f"{literal(each.name)}, {_printed(f'{cell}.{quote(each.name)}', each.dataType)}" for each in kind)
+            return f"if({cell} is null, null, named_struct({', '.join(parts)}))"
+        case _:
+            return f"cast({cell} as string)"
+
+
 def copy_frame(session: Any, rows: CopyRows) -> Any:
     """Return the rows of a copy: the columns as in segments, `_unrepresentable`, and `_row_hash` without a key."""
-    return _hashed(
-        frame_of(
-            session,
-            _with_hash(rows.schema, rows.arrow_schema),
-            rows.ranges,
-            Guarded(str(rows.schema), partial(_read_range, rows.reader, rows.schema)),
-        ),
-        rows.schema,
-    )
+    read = Guarded(str(rows.schema), partial(_read_range, rows.reader, rows.schema))
+    frame = frame_of(session, _with_hash(rows.schema, rows.arrow_schema), rows.ranges, read)
+    return printed_times(_hashed(frame, rows.schema))
 
 
 def _read_range(reader: RangeReader, schema: TableSchema, part: Any) -> Iterator[pa.RecordBatch]:
@@ -214,7 +252,7 @@ def _hashed(frame: Any, schema: TableSchema) -> Any:
 
 def changes_frame(session: Any, rows: Rows) -> Any:
     """Return changes as rows: `_op` as text, names in `_unchanged`, always with `_old` and `_unrepresentable`."""
-    frame = rows.frame(session)
+    frame = printed_times(rows.frame(session))
     names = field_names(rows.schema)
     operations = " ".join(f"when {operation.value} then '{operation.name.lower()}'" for operation in Operation)
     listed = ", ".join(literal(name) for name in names)
@@ -241,12 +279,13 @@ def old_as_text(frame: Any) -> Any:
     """Return changes with old keys and rows as JSON, so that frames with and without them have the same columns."""
     if not has_old(frame):
         return frame
-    return frame.selectExpr(*(f"to_json({OLD}) as {OLD}" if name == OLD else quote(name) for name in frame.columns))
+    return frame.selectExpr(*(f"{as_json(OLD)} as {OLD}" if name == OLD else quote(name) for name in frame.columns))
 
 
 def copied_changes(session: Any, rows: CopyRows) -> Any:
     """Return the rows of a copy in the form of changes."""
-    frame = frame_of(session, rows.arrow_schema, rows.ranges, Guarded(str(rows.schema), rows.reader.read))
+    read = Guarded(str(rows.schema), rows.reader.read)
+    frame = printed_times(frame_of(session, rows.arrow_schema, rows.ranges, read))
     return frame.selectExpr(
         f"{literal(COPIED)} as {OP}",
         f"{int(rows.position)}L as {COMMIT_LSN}",
@@ -262,12 +301,28 @@ def copied_changes(session: Any, rows: CopyRows) -> Any:
 
 def truncated_changes(session: Any, step: Truncation) -> Any:
     """Return a truncate as one row, without the table's columns."""
+    return _truncate(session, step.key, f"timestamp_micros({step.commit_time})", f"{step.xid}L")
+
+
+def emptied(session: Any, position: Lsn) -> Any:
+    """Return the row that precedes a copy: a truncate, which nobody executed."""
+    return _truncate(session, OrderKey(position, BEFORE_ALL - 1), "cast(null as timestamp)", "cast(null as bigint)")
+
+
+def _truncate(session: Any, key: OrderKey, time: str, xid: str) -> Any:
     return session.sql(
-        f"select {literal(TRUNCATED)} as {OP}, {int(step.key.commit_lsn)}L as {COMMIT_LSN}, "
-        f"{step.key.ordinal}L as {ORDINAL}, timestamp_micros({step.commit_time}) as {COMMIT_TIME}, "
-        f"{step.xid}L as {XID}, cast(null as array<string>) as {UNCHANGED}, cast(null as string) as {OLD}, "
-        f"cast(null as map<string,string>) as {UNREPRESENTABLE}"
+        f"select {literal(TRUNCATED)} as {OP}, {int(key.commit_lsn)}L as {COMMIT_LSN}, {key.ordinal}L as {ORDINAL}, "
+        f"{time} as {COMMIT_TIME}, {xid} as {XID}, cast(null as array<string>) as {UNCHANGED}, "
+        f"cast(null as string) as {OLD}, cast(null as map<string,string>) as {UNREPRESENTABLE}"
     )
+
+
+def with_columns_of(table: Any, frame: Any) -> Any:
+    """Return a frame with NULL in the columns that only the table has: most formats demand all of them."""
+    there = {fold_case(name) for name in frame.columns}
+    missing = [field for field in table.schema if fold_case(field.name) not in there]
+    nulls = (f"cast(null as {field.dataType.simpleString()}) as {quote(field.name)}" for field in missing)
+    return frame.selectExpr("*", *nulls)
 
 
 def has_omitted(steps: Sequence[Rows]) -> bool:
@@ -328,7 +383,8 @@ def net_frame(session: Any, work: NetWork, columns: pa.Schema) -> Any:
     ]
     wanted = _with_hash(schema, pa.schema(fields))
     read = Guarded(work.table, partial(_net_rows, key, wanted))
-    return _hashed(frame_of(session, wanted, [work] if work.steps else [], read, partitions=1), schema)
+    frame = frame_of(session, wanted, [work] if work.steps else [], read, partitions=1)
+    return printed_times(_hashed(frame, schema))
 
 
 def _net_rows(key: list[str], wanted: pa.Schema, work: NetWork) -> Iterator[pa.RecordBatch]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ from penstock.destinations.refusals import (
     unusable,
 )
 from penstock.destinations.spark.frames import (
+    AWAY_STATES,
     DELETE,
     LIMIT,
     ORIGIN,
     NetWork,
     after_truncate,
+    as_json,
     copy_frame,
     has_omitted,
     hash_column,
@@ -48,6 +51,7 @@ from penstock.destinations.spark.frames import (
     key_names,
     net_frame,
     quote,
+    sql_state,
 )
 from penstock.destinations.spark.target import Tables
 from penstock.errors import ValuesNotSent
@@ -73,8 +77,10 @@ _CONTROL = f"""
     )
 """
 _LIMIT = "_limit"
-_AWAY = ("08", "53", "57P")
-"""Beginnings of SQLSTATEs that time or an operator heals: connections, resources, shutdown."""
+_POSTGRES = "jdbc:postgresql:"
+_ARRAYS = ("array<string>", "array<int>", "array<bigint>", "array<smallint>", "array<boolean>", "array<double>")
+"""Arrays that Spark writes to PostgreSQL exactly."""
+_NESTED = ("array<", "map<", "struct<")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,8 @@ class PostgresTarget:
     def __init__(self, name_of: Callable[[TableSchema], tuple[str, str]], options: dict[str, str]) -> None:
         self._name_of = name_of
         self._options = {"driver": "org.postgresql.Driver", **options}
+        self._process = secrets.token_hex(4)
+        """In the names of staging tables: a process that lost its lease must not write into those of its successor."""
 
     def startup(self, tables: Tables) -> None:
         self._tables = tables
@@ -320,12 +328,11 @@ class PostgresTarget:
     @contextmanager
     def _staged(self, session: Any, table_id: int, frame: Any) -> Iterator[str]:
         """Write a frame to a new staging table; it is dropped after the block, unless it has become the table."""
-        mark = f"{_digest(self._tables.context.pipeline_id)}_{table_id}"
+        mark = f"{_digest(self._tables.context.pipeline_id)}_{table_id}_{self._process}"
         stage = f"penstock.stage_{mark}"
         with self._transaction(session) as database:
             database.run(f"drop table if exists {stage}")
-        writer = as_jdbc(frame).write.format("jdbc").mode("overwrite").options(**self._options)
-        writer.option("dbtable", stage).save()
+        write_jdbc(frame, self._options, stage, "overwrite")
         try:
             yield stage
         finally:
@@ -386,24 +393,39 @@ class _Database:
 def require_postgres(options: dict[str, str]) -> None:
     """Raise `ConfigError` unless the options name a PostgreSQL database."""
     url = options.get("url", "")
-    if not url.startswith("jdbc:postgresql:"):
+    if not url.startswith(_POSTGRES):
         raise unusable(
             'the spark destination upserts by jdbc into PostgreSQL only: options.url should be "jdbc:postgresql://…"',
             hint='Use mode = "append" for other databases, or a function that merges.',
         )
 
 
-def as_jdbc(frame: Any) -> Any:
-    """Return a frame with types that JDBC writes: times as text, nested values as JSON."""
-    return frame.selectExpr(*(_flat(quote(name), kind) for name, kind in frame.dtypes))
+def write_jdbc(frame: Any, options: dict[str, str], table: str, mode: str) -> None:
+    """Write a frame by JDBC: nested values as JSON, except the arrays that PostgreSQL has.
+
+    PostgreSQL gets dates and timestamps as text: the driver would take them for moments in the JVM's time zone and
+    calendar, in which some do not exist.
+    """
+    is_postgres, given = options["url"].startswith(_POSTGRES), {**options, "dbtable": table}
+    arrays = _ARRAYS if is_postgres else ()
+    nested = [name for name, kind in frame.dtypes if kind.startswith(_NESTED) and kind not in arrays]
+    frame = frame.selectExpr(
+        *(f"{as_json(quote(name))} as {quote(name)}" if name in nested else quote(name) for name in frame.columns)
+    )
+    if is_postgres:
+        # Spark chooses the types of a new table, and the server then reads the text as these.
+        frame.limit(0).write.format("jdbc").mode(mode).options(**given).save()
+        mode, given = "append", {**given, "stringtype": "unspecified"}
+        frame = frame.selectExpr(*(f"{_moment(quote(name), kind)} as {quote(name)}" for name, kind in frame.dtypes))
+    frame.write.format("jdbc").mode(mode).options(**given).save()
 
 
-def _flat(name: str, kind: str) -> str:
-    if kind.startswith("time("):
-        return f"cast({name} as string) as {name}"
-    if kind in ("array<string>", "array<int>", "array<bigint>", "array<smallint>", "array<boolean>", "array<double>"):
-        return name
-    return f"to_json({name}) as {name}" if kind.startswith(("array<", "map<", "struct<")) else name
+def _moment(name: str, kind: str) -> str:
+    """Return the expression for a cell that has the text of a date or timestamp, whatever the session's time zone."""
+    if kind == "timestamp":
+        utc = f"timestampadd(microsecond, unix_micros({name}), timestamp_ntz'1970-01-01')"
+        return f"cast({utc} as string) || '+00'"
+    return f"cast({name} as string)" if kind in ("date", "timestamp_ntz") else name
 
 
 def _known(database: _Database, condition: str, *, lock: bool = False) -> _Known | None:
@@ -502,17 +524,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def _state(error: Py4JJavaError) -> str:
-    cause = error.java_exception
-    while cause is not None:
-        if hasattr(cause, "getSQLState") and "SQLException" in str(cause.getClass().getName()):
-            return str(cause.getSQLState() or "")
-        cause = cause.getCause()
-    return ""
-
-
 def _unreachable(error: Py4JJavaError) -> Exception:
-    state = _state(error)
+    state = sql_state(error)
     if state.startswith(("28", "3D")):
         return unusable(
             f"the target database refuses the connection (SQLSTATE {state})",
@@ -523,7 +536,7 @@ def _unreachable(error: Py4JJavaError) -> Exception:
 
 def _translated(error: Py4JJavaError) -> Exception:
     """Return an error without the text, which may contain values."""
-    state = _state(error)
-    if state.startswith(_AWAY):
+    state = sql_state(error)
+    if state.startswith(AWAY_STATES):
         return out_of_reach("the target database", f"SQLSTATE {state}")
     return rejected("the table", f"the target database refused a statement (SQLSTATE {state or 'unknown'})")
