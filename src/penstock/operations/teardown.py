@@ -131,10 +131,9 @@ def _has_state(store: Store) -> bool:
 def _remove_spool(path: Path) -> None:
     """Remove only files of the spool: the folder may contain others."""
     folder = SpoolFolder(path)
-    changes = (folder.log, folder.segments, folder.schemas, folder.open)
-    for each in (*changes, folder.readers, folder.holds, folder.comparisons):
-        shutil.rmtree(each, ignore_errors=True)
-    for file in (folder.lineage, folder.lock, folder.status, folder.supervisor, folder.released, folder.leaves):
+    folder.discard()
+    shutil.rmtree(folder.comparisons, ignore_errors=True)
+    for file in (folder.lock, folder.status, folder.supervisor, folder.verified):
         file.unlink(missing_ok=True)
     if not any(path.iterdir()):
         path.rmdir()
