@@ -43,7 +43,13 @@ from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
 # Most JVMs of a test run live for seconds: the second compiler would cost half of the processor time and pay off too
 # late. Verifying classes is skipped too, and `make` has written an archive of those of Spark.
 SPARK_CLASSES = Path(sys.prefix) / "spark-classes.jsa"
-QUICK_SPARK = f"{' '.join(QUICK_START)} -XX:+UseSerialGC -XX:SharedArchiveFile={SPARK_CLASSES} -Xlog:cds*=off"
+QUICK_SPARK = " ".join(
+    (
+        *QUICK_START,
+        *("-XX:+UseSerialGC", "-XX:ReservedCodeCacheSize=240m"),
+        *(f"-XX:SharedArchiveFile={SPARK_CLASSES}", "-Xlog:cds*=off"),
+    )
+)
 os.environ.setdefault("SPARK_SUBMIT_OPTS", f"{QUICK_SPARK} -Dspark.ui.enabled=false")
 
 # No test does linear algebra; without this, every process that imports numpy starts threads for it.

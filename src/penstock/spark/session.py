@@ -39,9 +39,11 @@ APPLY_POOL, COPY_POOL = "apply", "copy"
 PYTHON_DAEMON = "penstock.spark.daemon"
 """Also appears in the command line of every Python worker, because workers are forked from it."""
 _LOOPBACK = "127.0.0.1"
-_ONE_COMPILER = "-XX:TieredStopAtLevel=1"
-"""For the driver's JVM, which only passes tasks and bytes on: the second compiler took half of its processor time in
-the first minute and made no batch faster."""
+_ONE_COMPILER = "-XX:+DisplayVMOutputToStderr -XX:ReservedCodeCacheSize=240m -XX:TieredStopAtLevel=1"
+"""For the driver's JVM, which mostly passes tasks and bytes on: the second compiler took half of its processor time in
+the first minute and made no batch faster. With one compiler, Java reserves a fifth of the room for compiled code, which
+the SQL of `type = "spark"` fills within a minute; then nothing is compiled any more. Messages of the JVM itself do not
+belong in the output of a command."""
 
 _GATEWAY = "PYSPARK_GATEWAY_PORT"
 """Is set by `spark-submit` for the Python process that it starts."""

@@ -37,6 +37,13 @@ def test_a_persons_settings_win() -> None:
     assert found["spark.driver.host"] == "127.0.0.1"
 
 
+def test_the_jvm_has_room_for_compiled_code_and_leaves_stdout_alone() -> None:
+    """With one compiler, Java's default is 48 MB: queries fill it, and then nothing is compiled any more."""
+    options = SparkSettings().configuration()["spark.driver.extraJavaOptions"].split()
+    assert "-XX:ReservedCodeCacheSize=240m" in options
+    assert "-XX:+DisplayVMOutputToStderr" in options
+
+
 def test_clusters_find_the_driver_by_themselves() -> None:
     found = SparkSettings(master="spark://somewhere:7077").configuration()
     assert "spark.driver.host" not in found
