@@ -196,7 +196,7 @@ class Feed:
 
     @property
     def is_stuck(self) -> bool:
-        """True while capture waits for room: for Spark to commit, or for somebody to free space."""
+        """True while capture waits for room: for Spark to commit, or for an operator to free space."""
         return self.capture.status.reading in (Reading.SPOOL_FULL, Reading.DISK_FULL)
 
     def advance(self, lsn: Lsn) -> None:

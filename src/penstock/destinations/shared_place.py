@@ -1,7 +1,7 @@
 """Proof that the driver and the tasks of a cluster see the same destination.
 
 A folder has the same path on every machine, but not always the same disk behind it. A task whose machine has another
-disk there would write rows that nobody finds, and the driver would commit them. So before the first copy, driver and
+disk there would write rows that no reader finds, and the driver would commit them. So before the first copy, driver and
 executors show each other files with random names. Executors that join later are not asked: before a commit, the driver
 looks at every file that tasks wrote to a folder (`require_written`).
 """

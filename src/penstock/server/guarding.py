@@ -1,6 +1,6 @@
 """What every request passes: checks of its host, origin, token and size, limits, and headers of the answer.
 
-Reading needs no token; whoever reaches the server may read. An action needs `Authorization: Bearer …`, which no other
+Reading needs no token: all who reach the server may read. An action needs `Authorization: Bearer …`, which no other
 site can make a browser send, and is refused if it comes from another origin. A name in `Host` must be known, so that
 no other site can rename itself to this address.
 """
@@ -30,7 +30,7 @@ ANSWER_SECONDS = 60.0
 SEND_SECONDS = 20.0
 """How long a client may take to receive a part of an answer, or an event of a stream."""
 ACTIONS, ACTIONS_PER_SECOND = 20, 1.0
-"""So many actions at once, and then at this rate."""
+"""Number of actions allowed at once, and the rate after that."""
 WRONG_TOKENS, WRONG_TOKENS_PER_SECOND = 5, 0.1
 """The same for wrong tokens, for each address."""
 _ADDRESSES = 1000

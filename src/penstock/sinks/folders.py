@@ -136,7 +136,7 @@ class FolderSink(WholeReads, Sink):
         raise NotImplementedError
 
     def _exists(self, index: str, generation: Generation) -> bool:
-        """Return False if somebody deleted the generation."""
+        """Return False if the generation was deleted."""
         raise NotImplementedError
 
     def _append(self, index: str, generation: Generation, rows: pa.Table) -> None:

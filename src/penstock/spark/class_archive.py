@@ -80,7 +80,7 @@ def create(archive: Path) -> None:
         spark.range(10).write.parquet(f"{folder}/rows")
         spark.read.parquet(f"{folder}/rows").selectExpr("count(*)").collect()
         spark.stop()
-        # The JVM ends when nobody can write to it any more.
+        # The JVM ends when its standard input is closed.
         gateway.shutdown()
         gateway.proc.stdin.close()
         gateway.proc.wait()

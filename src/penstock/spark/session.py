@@ -41,9 +41,9 @@ PYTHON_DAEMON = "penstock.spark.daemon"
 _LOOPBACK = "127.0.0.1"
 _ONE_COMPILER = "-XX:+DisplayVMOutputToStderr -XX:ReservedCodeCacheSize=240m -XX:TieredStopAtLevel=1"
 """For the driver's JVM, which mostly passes tasks and bytes on: the second compiler took half of its processor time in
-the first minute and made no batch faster. With one compiler, Java reserves a fifth of the room for compiled code, which
-the SQL of `type = "spark"` fills within a minute; then nothing is compiled any more. Messages of the JVM itself do not
-belong in the output of a command."""
+the first minute and made no batch faster. With one compiler, Java reserves a fifth of the room for compiled code. The
+SQL of `type = "spark"` fills that within a minute; after that, the JVM compiles nothing. Messages of the JVM itself do
+not belong in the output of a command."""
 
 _GATEWAY = "PYSPARK_GATEWAY_PORT"
 """Is set by `spark-submit` for the Python process that it starts."""
@@ -248,7 +248,7 @@ def settings_around() -> dict[str, str]:
     """Return the settings that Spark has without Penstock: of `spark-submit`, `PYSPARK_SUBMIT_ARGS` and
     `spark-defaults.conf`."""
     if _GATEWAY in os.environ:
-        # `spark-submit` runs this process: its JVM is there already, and knows them all.
+        # `spark-submit` runs this process: its JVM already runs, and knows them all.
         SparkContext._ensure_initialized()  # pyright: ignore[reportPrivateUsage]
         return dict(SparkConf().getAll())
     found: dict[str, str] = {}

@@ -117,7 +117,7 @@ class SparkTasks:
         try:
             return max(1, self._context.defaultParallelism)
         except (py4j.protocol.Py4JError, OSError, AttributeError):
-            # A context that was stopped by Python has no counterpart in the JVM any more.
+            # A context that was stopped by Python no longer has a counterpart in the JVM.
             logger.debug("the number of cores is unknown", exc_info=True)
             raise SparkGone("Spark was stopped: it no longer says how many cores it has") from None
 

@@ -232,7 +232,7 @@ class _Uniting:
         return Dependence(work.table, work.storage, self.groups[number].keys, earlier)
 
     def items(self, tasks: int) -> list[Union]:
-        """Return the work for so many tasks."""
+        """Return the work for this number of tasks."""
         groups = tuple(self.groups)
         left = [group.work for group in self.split.groups[len(groups) :]]
         work = replace(self.split.work, steps=tuple(step for each in left for step in each.steps), stages=())
@@ -261,7 +261,7 @@ def is_large(steps: Sequence[Rows | Truncation]) -> bool:
 
 
 def split(work: TableWork, tasks: int) -> Split | None:
-    """Divide a part into groups for so many tasks; None if one task has to apply it."""
+    """Divide a part into groups for this number of tasks; None if one task has to apply it."""
     steps, stages, emptied = work.steps, work.stages, ()
     truncates = [number for number, step in enumerate(steps) if isinstance(step, Truncation)]
     if truncates and work.layout.mode is Mode.SOFT_DELETE:
@@ -357,7 +357,7 @@ class _Notes:
 
 @contextmanager
 def _taking_notes(storage: Storage) -> Iterator[_Notes]:
-    """Delete the notes of a group that fails: nobody learns their names."""
+    """Delete the notes of a group that fails: the driver never learns their names."""
     notes = _Notes(notes_of(storage))
     try:
         yield notes

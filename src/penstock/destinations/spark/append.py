@@ -1,6 +1,6 @@
 """Every change as a row: by a function that gets data frames, or by `df.write` in any format.
 
-Each call has a number. A repeated call has the same number and the same rows, so whoever records the number with the
+Each call has a number. A repeated call has the same number and the same rows, so one that records the number with the
 rows has every row exactly once. For this the destination notes in its checkpoint, before it writes, how far a batch
 goes and what its first number is, and after it that the batch is written. After a crash it cuts the changes at the
 same place, whatever the boundaries of the batch that it gets then.

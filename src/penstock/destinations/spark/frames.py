@@ -305,7 +305,7 @@ def truncated_changes(session: Any, step: Truncation) -> Any:
 
 
 def emptied(session: Any, position: Lsn) -> Any:
-    """Return the row that precedes a copy: a truncate, which nobody executed."""
+    """Return the row that precedes a copy: a truncate that no user executed."""
     return _truncate(session, OrderKey(position, BEFORE_ALL - 1), "cast(null as timestamp)", "cast(null as bigint)")
 
 

@@ -144,7 +144,7 @@ const command = (kind, targets = {}) => ["/commands", { kind, ...targets }];
 const WORDS = {
   resync: ["Copy again", (table) => `${table} is copied again from the start. Other tables are not affected.`],
   rollback: ["Resume", (table) => `${table} resumes where it stopped. Do this when the cause is fixed.`],
-  pause: ["Pause", (output) => `${output} stops writing until somebody resumes it. The server retains WAL meanwhile.`],
+  pause: ["Pause", (output) => `${output} stops writing until you resume it. The server retains WAL meanwhile.`],
   resume: ["Resume", (output) => `${output} continues to write.`],
 };
 

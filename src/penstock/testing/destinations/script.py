@@ -64,7 +64,7 @@ class LocalTasks:
     elsewhere: bool = False
     """See `Tasks`; True lets destinations check that all machines see the same place."""
     parallel: int = 1
-    """See `Tasks`; a destination may split the work of one table over so many tasks."""
+    """See `Tasks`; a destination may split the work of one table over this number of tasks."""
 
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """See `Tasks`."""
