@@ -15,7 +15,7 @@ import pytest
 
 from penstock.destinations.base import Destination, DestinationContext
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
-from penstock.destinations.parquet.folder import NewSchema, put_if_absent
+from penstock.destinations.parquet.folder import Generation, NewSchema, TableFolder, put_if_absent
 from penstock.errors import ConfigError, IllegalTransition, LeaseLost
 from penstock.schema import Column, ReplicaIdentity, TableSchema
 from penstock.source.lineage import Ancestry, Lineage
@@ -328,6 +328,44 @@ def test_a_renamed_table_keeps_its_folder_until_it_is_copied_again(lake: Path, s
     # The folder that it left is no longer listed; nothing in it is removed.
     assert ParquetReader(lake).tables() == ["audit.renamed"]
     assert len(list((lake / "audit/lines").rglob("*.parquet"))) == 3
+
+
+def test_tables_that_exchange_their_names_are_copied_at_the_same_time(
+    lake: Path, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy of one begins between any two looks at the folder which the other one leaves."""
+    first, second = LINES, replace(LINES, table_id=LINES.table_id + 1, name="others")
+    after = [replace(first, name="others"), replace(second, name="lines")]
+    looks, at = 0, 0
+    generations = TableFolder.generations
+
+    def look(folder: TableFolder) -> list[Generation]:
+        nonlocal looks
+        found = generations(folder)
+        if folder.path == lake / "audit" / "lines":
+            looks += 1
+            if looks == at:
+                destination.drop_table_for_copy(after[1], "attempt-2")
+        return found
+
+    for at in (1, 2, 3):
+        shutil.rmtree(lake, ignore_errors=True)
+        destination = started(lake)
+        copy(destination, source, first, [line(1)])
+        copy(destination, source, second, [line(2)])
+        looks = 0
+        monkeypatch.setattr(TableFolder, "generations", look)
+        destination.drop_table_for_copy(after[0], "attempt-2")
+        monkeypatch.undo()
+        if looks < at:
+            destination.drop_table_for_copy(after[1], "attempt-2")
+        for number, schema in enumerate(after, 11):
+            destination.write_table_rows(schema, source.copy(schema, [line(number)], attempt="attempt-2"))
+        levels_of = {name: ParquetReader(lake).mirror(f"audit.{name}").rows() for name in ("others", "lines")}
+        assert {name: [row["level"] for row in rows] for name, rows in levels_of.items()} == {
+            "others": [11],
+            "lines": [12],
+        }
 
 
 def test_a_table_that_takes_over_a_folder_is_not_mistaken_for_the_one_before(

@@ -51,6 +51,7 @@ from penstock.destinations.shared_place import Folder, require_shared, require_w
 from penstock.durable import probe_folder
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
+from penstock.observe.batches import spanned
 from penstock.schema import TableSchema
 
 logger = logging.getLogger(__name__)
@@ -183,9 +184,11 @@ class ParquetDestination:
             self._tables.pop(schema.table_id, None)
         generation = folder.begin_generation(Origin(schema.table_id, attempt))
         older = [each for each in folder.generations() if each.number < generation.number]
-        if before is not None and before != folder and _is_last(before, schema.table_id):
-            # The table was renamed: fence off writers of its old folder, too.
-            older += before.generations()
+        left = before.generations() if before is not None and before != folder else []
+        if left and left[-1].origin().table_id == schema.table_id:
+            # The table was renamed: fence off writers of its old folder, too. Not those of a table that is copied there
+            # from now on, as when two tables exchange their names.
+            older += left
         for each in older:
             each.fence(self._manifest(ManifestKind.FENCED, attempt, Lsn(0), Lsn(0)))
 
@@ -241,7 +244,8 @@ class ParquetDestination:
                 errors.setdefault(item.table_id, result)
             elif result is not None:
                 results.setdefault((item.table_id, item.step), []).append(result)
-        errors |= self._commit(batch, [plan for table_id, plan in plans.items() if table_id not in errors], results)
+        with spanned("commit"):
+            errors |= self._commit(batch, [plan for table_id, plan in plans.items() if table_id not in errors], results)
         return completed(WriteResult.failures(errors))
 
     def position(self, table_id: int) -> Lsn | None:
