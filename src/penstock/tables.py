@@ -26,7 +26,7 @@ from penstock.destinations.base import (
     Tasks,
 )
 from penstock.destinations.folders import RenameRules, TableFolders
-from penstock.errors import PenstockError, PublicationChanged
+from penstock.errors import PenstockError, PublicationChanged, Retry
 from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import load_table, sort_by_size
@@ -544,6 +544,8 @@ class RunningTables(RunningOutput):
             return failed
 
         self._board.advance(table_id, self._syncs[table_id].attempt, fail)
+        if isinstance(error, PenstockError) and error.retry is Retry.RESTART:
+            self.lifecycle.fail(error)
 
     def _name_of(self, table_id: int) -> str:
         return self._names.get(table_id, str(table_id))

@@ -21,8 +21,10 @@ from penstock.spark.tasks import SparkTasks, group_of
 from penstock.state import MemoryStore
 from penstock.tables import TablesSettings
 from tests.e2e.support import current_position, tables_alone, tables_settings, wait_for
+from tests.support.delta_jars import delta_spark_options, find_delta_jars
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.pipeline_process import PipelineProcess
+from tests.support.processes import Part
 from tests.support.readback import check_equal
 from tests.support.spark_cluster import Cluster
 
@@ -32,6 +34,7 @@ MANY = 4_000
 """Of the largest one."""
 CLUSTER_SECONDS = 480.0
 """A guard, not a measure."""
+NEEDS_JARS = pytest.mark.skipif(not find_delta_jars(), reason="needs Delta's jars for Spark: make jars")
 WAY = ["init", "data_sync", "finished_copy", "sync_done", "ready"]
 
 
@@ -343,3 +346,30 @@ def test_on_a_cluster_whose_workers_are_killed_nothing_is_lost(database: Any, cl
 def wait_for_batches(pipeline: PipelineProcess, count: int) -> None:
     before = pipeline.seen.batches
     pipeline.wait_for("batches", lambda seen: seen.batches >= before + count, CLUSTER_SECONDS)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("destination", ["parquet", pytest.param("spark", marks=NEEDS_JARS)])
+def test_a_jvm_that_is_lost_during_a_copy_ends_the_run_and_the_next_one_copies(
+    destination: str, database: Any, tmp_path: Path
+) -> None:
+    """Nobody writes to the source: no change tells the pipeline that its JVM is gone."""
+    database.execute("create table t (id int primary key, pad text)")
+    database.execute("insert into t select i, repeat('x', 1000) from generate_series(1, 5000) i")
+    options = {"format": "delta", "mode": "upsert"} if destination == "spark" else {}
+    spark = delta_spark_options() if destination == "spark" else {}
+    settings = DriveSettings(
+        database.dsn, str(tmp_path), tables=("public.t",), slot=f"jvm_{database.name[-12:]}", destination=destination,
+        options=options, master="local[2]", spark=spark,
+    )  # fmt: skip
+    pipeline = PipelineProcess(settings)
+    try:
+        pipeline.start(settings=replace(settings, copy_bytes_per_second=100_000))
+        pipeline.wait_for("the copy to begin", lambda seen: "data_sync" in seen.phases.values())
+        assert pipeline.kill(Part.JVM)
+        assert pipeline.wait_ended() == 1
+        pipeline.start()
+        pipeline.wait_phases("ready", 1)
+        assert pipeline.stop() == 0
+    finally:
+        pipeline.close()

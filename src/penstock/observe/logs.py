@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TextIO
 
+from penstock.observe.batches import current_batch
 from penstock.observe.redact import redact
 from penstock.observe.terminal import one_line, printable
 
@@ -39,6 +40,7 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One object per line: `time`, `level`, `logger`, `message`, `process`, and `exception` if there is one.
 
+    A line about a batch whose trace is sent has its `trace_id`.
     A record with `extra={"facts": {…}}` has these as fields, too.
     """
 
@@ -50,6 +52,8 @@ class JsonFormatter(logging.Formatter):
             "message": redact(record.getMessage()),
             "process": record.process,
         }
+        if (batch := current_batch()) is not None and batch.trace_id is not None:
+            fields["trace_id"] = batch.trace_id
         facts: dict[str, object] = getattr(record, "facts", {})
         fields |= {name: redact(value) if isinstance(value, str) else value for name, value in facts.items()}
         if record.exc_info and record.exc_info[0] is not None:

@@ -1,4 +1,4 @@
-"""Counters and timings of one output, for metrics: added to once per batch, never per row."""
+"""Counters, timings and the last batches of one output, for metrics: added to once per batch, never per row."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, time
 from typing import TypeAlias
+
+from penstock.observe.batches import RecentBatches, current_batch
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of durations."""
@@ -47,6 +49,7 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: Counter[Labels] = Counter()
         self._distributions: dict[Labels, Distribution] = {}
+        self.batches = RecentBatches()
 
     def count(self, *labels: str, by: int = 1) -> None:
         """Add to a counter: `count("errors", "SlotLost")`."""
@@ -63,12 +66,15 @@ class Tally:
 
     @contextmanager
     def timed(self, *labels: str) -> Generator[None]:
-        """Add the duration of the block, also if it fails."""
-        begun = perf_counter()
+        """Add the duration of the block, also if it fails; to the current batch, too, by its last label."""
+        started, begun = time(), perf_counter()
         try:
             yield
         finally:
-            self.add(perf_counter() - begun, *labels)
+            seconds = perf_counter() - begun
+            self.add(seconds, *labels)
+            if (batch := current_batch()) is not None:
+                batch.add_span(labels[-1], started, seconds)
 
     def counts(self, name: str) -> Mapping[Labels, int]:
         """Return the counters of this name, by the values of their labels."""

@@ -27,6 +27,7 @@ from pyspark.sql import SparkSession
 from penstock.changes.frames import is_local
 from penstock.copy.plan import RANGE_BYTES, bytes_of
 from penstock.errors import ConfigError, PenstockError, SparkGone, TasksFailed
+from penstock.observe.batches import spanned
 from penstock.observe.reports import current_listener, listening, tell
 from penstock.spark.copies import CopyGroup, LightCopies, Turns, TurnsClosed
 from penstock.spark.session import APPLY_POOL, COPY_POOL, StartingSpark, cause_of, reason_of
@@ -133,12 +134,9 @@ class SparkTasks:
     @property
     def parallel(self) -> int:
         """How many tasks of a job of this thread run at the same time."""
-        try:
-            if self._is_copying:
-                return self.copy_tasks
-            return 2 * self.cores if self._grows else self.cores
-        except SparkGone as gone:
-            raise _later(gone, COPY_POOL if self._is_copying else APPLY_POOL) from None
+        if self._is_copying:
+            return self.copy_tasks
+        return 2 * self.cores if self._grows else self.cores
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -298,17 +296,17 @@ class SparkTasks:
     ) -> list[list[_Done[_Result] | _Raised]]:
         """Run one task per payload; a `tagged` job can be cancelled."""
         try:
-            with self._described(description, pool, tagged=tagged):
+            with spanned("job"), self._described(description, pool, tagged=tagged):
                 return self._context.parallelize(payloads, len(payloads)).mapPartitions(_Work(function)).collect()
         except _NO_JVM:
             logger.debug("the jvm does not answer description=%s", description, exc_info=True)
-            raise _later(SparkGone(f"Spark could not {description}: its JVM no longer answers"), pool) from None
+            raise SparkGone(f"Spark could not {description}: its JVM no longer answers") from None
         except (py4j.protocol.Py4JError, PySparkException, AttributeError, AssertionError) as error:
             logger.debug("a job failed description=%s", description, exc_info=True)
             if tagged and self._turns.closed:
                 raise _cancelled() from None
             if self._is_stopped():
-                raise _later(SparkGone(f"Spark could not {description}: it was stopped"), pool) from None
+                raise SparkGone(f"Spark could not {description}: it was stopped") from None
             if isinstance(error, AttributeError | AssertionError):
                 raise
             lacking = cause_of(error)
@@ -404,12 +402,6 @@ def _tell_all(outcomes: Iterable[_Done[Any] | _Raised]) -> None:
 
 def _do_nothing(_: None) -> None:
     """Run as a task to see that tasks run."""
-
-
-def _later(gone: SparkGone, pool: str) -> PenstockError:
-    """Return the error for a job of a pool: the next process retries a copy, and this one ends as soon as it has
-    changes to write."""
-    return TasksFailed(gone.message) if pool == COPY_POOL else gone
 
 
 def _cancelled() -> TasksFailed:

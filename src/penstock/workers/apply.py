@@ -254,17 +254,19 @@ class ApplyWorker:
             begin = earliest(applied, *others.values())
             entries = self._writer.take(begin, captured) if captured is not None else []
             end = earliest(captured, entries[-1].end) if entries and captured is not None else applied
-            durable = self._write(entries, begin, end, others, _NEAR)
-            acknowledged = self._record(end, durable)
+            with self._tally.batches.recorded("apply"):
+                durable = self._write(entries, begin, end, others, _NEAR)
+                acknowledged = self._record(end, durable)
             more = captured is not None and not reaches(end, captured)
             if far:
                 # Recorded separately, so that a table far behind that keeps failing does not hold back the others.
                 begin = earliest(*far.values())
                 entries = self._writer.take(begin, applied)
                 until = earliest(applied, entries[-1].end) if entries else applied
-                late = self._write(entries, begin, until, far, _FAR)
-                durable = {table: position for table, position in late.items() if reaches(position, far[table])}
-                acknowledged = self._record(end, durable)
+                with self._tally.batches.recorded("apply"):
+                    late = self._write(entries, begin, until, far, _FAR)
+                    durable = {table: position for table, position in late.items() if reaches(position, far[table])}
+                    acknowledged = self._record(end, durable)
                 more = more or not reaches(until, applied)
         self._writer.reader.readers.advance(self._name, acknowledged)
         failpoints.reach("after_acknowledge")

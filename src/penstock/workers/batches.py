@@ -15,6 +15,7 @@ from penstock.changes.transform import TableRules, TableTransform, Transforms
 from penstock.destinations.base import Destination, TableResult
 from penstock.errors import RESYNC, ConfigError, PenstockError, SchemaNotFollowed, ValuesNotSent
 from penstock.lsn import Lsn, OrderKey, is_in, reaches
+from penstock.observe.batches import current_batch
 from penstock.observe.reports import listening
 from penstock.observe.tally import ROWS, Tally
 from penstock.schema import ReplicaIdentity, TableSchema
@@ -101,6 +102,12 @@ class BatchWriter:
         `alone` is as in `EventBatch`. Changes that the destination accepted before are left out until it reports them
         as durable or failed.
         """
+        with self._tally.batches.recorded("copy" if self._of_copy else "apply"):
+            return self._write(entries, begin, end, positions, alone=alone)
+
+    def _write(
+        self, entries: Sequence[Entry], begin: Lsn, end: Lsn, positions: Mapping[int, Lsn], *, alone: bool
+    ) -> Written:
         self.follow_server()
         unsent = self._leave_out_accepted(positions)
         failed: dict[int, PenstockError] = {}
@@ -148,6 +155,7 @@ class BatchWriter:
         for changes in batch.tables:
             if (change := changes.last_schema_change) is not None:
                 self._store.store_table_schema(TableSchemaVersion(OrderKey(end, 0), change.new))
+        self._describe(batch)
         with self._tally.timed("batch_seconds", "write"):
             outcomes = self._send(batch, positions)
         for table_id, outcome in outcomes.items():
@@ -166,13 +174,32 @@ class BatchWriter:
         for changes in batch.tables:
             if changes.table_id in failed:
                 continue
+            operations: Counter[str] = Counter()
+            size = 0
             for step in changes.steps:
                 if isinstance(step, Truncation):
-                    self._tally.count("changes", changes.table, "truncate")
+                    operations["truncate"] += 1
                 for segment in step.segments if isinstance(step, Rows) else ():
-                    self._tally.count("bytes", changes.table, by=segment.bytes)
-                    for name, count in zip(OPERATIONS, segment.operations, strict=False):
-                        self._tally.count("changes", changes.table, name, by=count)
+                    size += segment.bytes
+                    operations.update(dict(zip(OPERATIONS, segment.operations, strict=False)))
+            self._tally.count("bytes", changes.table, by=size)
+            for name, count in operations.items():
+                self._tally.count("changes", changes.table, name, by=count)
+            if (record := current_batch()) is not None:
+                record.add_table(changes.table, operations)
+                record.bytes += size
+
+    def _describe(self, batch: EventBatch) -> None:
+        """Note in the record of this batch what is written; a batch may be written in parts."""
+        record = current_batch()
+        if record is None:
+            return
+        record.position = str(batch.end)
+        record.rows += batch.row_count
+        record.transactions = max(record.transactions, batch.transactions)
+        if batch.transactions:
+            record.first_commit = batch.first_commit_time / 1e6
+            record.last_commit = batch.last_commit_time / 1e6
 
     def write_columns(self, seen: TableSchema, columns: Mapping[int, str], at: Lsn) -> None:
         """Rename and drop columns of a table whose rows do not change, so that the stream does not bring its schema.

@@ -163,7 +163,9 @@ def errored(
         solution = f"{solution} {_LOSES_KEPT_ROWS}".lstrip()
     attempts = after.attempts + 1 if after else 0
     policy = RetryPolicy()
-    if timed or named.retry is Retry.TIMED:
+    # An error that ends the run is no reason to stop a table: the next process tries it again.
+    heals = named.retry in (Retry.TIMED, Retry.RESTART)
+    if timed or heals:
         delay = Backoff(first=1.0, longest=LONGEST_RETRY_SECONDS, attempt=attempts).next_delay()
         policy = RetryPolicy(Retry.TIMED, now() + timedelta(seconds=delay))
     return fail(
@@ -175,5 +177,5 @@ def errored(
         position=position,
         after=after,
         # Rows that changed in a way that the stream does not tell, or changes that are gone: only a new copy is right.
-        resumes=named.retry is Retry.TIMED and not isinstance(named, TableRewritten),
+        resumes=heals and not isinstance(named, TableRewritten),
     )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from penstock.errors import TasksFailed
+from penstock.observe.batches import spanned
 from penstock.observe.reports import ended_by, may_end_here
 
 _Item = TypeVar("_Item")
@@ -34,7 +35,7 @@ class ProcessTasks:
     def run(self, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str) -> list[_Result]:
         """Run the items one after the other, in this thread."""
         results: list[_Result] = []
-        with ended_by(self._check):
+        with spanned("job"), ended_by(self._check):
             for item in items:
                 may_end_here()
                 results.append(function(item))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from penstock.errors import Retry, SchemaNotFollowed, TableRewritten
+from penstock.errors import LeaseLost, PenstockError, Retry, SchemaNotFollowed, SparkGone, TableRewritten
 from penstock.state import Init
 from penstock.workers.failures import Partitions, Policies, Recopy, SchemaChanges, errored
 
@@ -19,6 +19,11 @@ def test_a_lost_connection_is_tried_again_wherever_it_was_noticed(error: psycopg
     found = errored(Init(), error, position=None)
     assert found.retry_policy.retry is Retry.TIMED
     assert str(error) in found.reason
+
+
+@pytest.mark.parametrize("kind", [SparkGone, LeaseLost])
+def test_an_error_that_ends_the_run_does_not_stop_the_table(kind: type[PenstockError]) -> None:
+    assert errored(Init(), kind("gone"), position=None).retry_policy.retry is Retry.TIMED
 
 
 def test_an_error_without_a_name_waits_for_a_person_and_quotes_nothing() -> None:
