@@ -21,7 +21,7 @@ from typing import Any
 
 from draining import RECVLOGICAL, Load, create_slot, drain_by_recvlogical, drop_slot, run_load, wait_for_start
 from harness import BenchmarkFailed, format_table, load_average, median, print_result, say, spread, take_turns
-from stages import CORES, Stage, open_stage, spark_session
+from stages import CORES, Stage, open_stage
 from workloads import PUBLICATION, WORKLOADS, create_orders
 
 import penstock
@@ -47,23 +47,22 @@ CONSISTENT_READS = 5
 def main() -> None:
     arguments = _parse_arguments()
     result: dict[str, Any] = {}
-    with open_stage(arguments.server, SERVER_SETTINGS) as stage:
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage, _session() as session:
         if arguments.only != "stream":
-            result |= _read(stage, arguments)
+            result |= _read(stage, session, arguments)
         if arguments.only != "read":
-            result |= _stream(stage, arguments)
+            result |= _stream(stage, session, arguments)
     print_result(result | {"load": load_average()})
 
 
-def _stream(stage: Stage, arguments: argparse.Namespace) -> dict[str, Any]:
+def _stream(stage: Stage, session: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Drain the same changes in turns by both readers."""
     workload = WORKLOADS["mixed"]
     changes = arguments.changes // workload.transaction_rows * workload.transaction_rows
     turns = list(take_turns(RECVLOGICAL, STREAM, arguments.rounds + 1))
     seconds: dict[str, list[float]] = {RECVLOGICAL: [], STREAM: []}
     database = stage.server.create_database()
-    with stage.server.connect(database) as connection, spark_session("bench-stream-source") as session:
-        penstock.register(session)
+    with stage.server.connect(database) as connection:
         workload.prepare(connection, changes)
         connection.execute(f"create publication {PUBLICATION} for all tables".encode())
         slots = [create_slot(connection, number)[0] for number in range(len(turns))]
@@ -107,7 +106,7 @@ def _drain_by_stream(session: Any, stage: Stage, connection: Any, database: str,
             query.stop()
 
 
-def _read(stage: Stage, arguments: argparse.Namespace) -> dict[str, Any]:
+def _read(stage: Stage, session: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Read a table in all ways, at rest and while it changes."""
     database = stage.server.create_database()
     say(f"making a table of {arguments.rows:,} rows")
@@ -115,10 +114,9 @@ def _read(stage: Stage, arguments: argparse.Namespace) -> dict[str, Any]:
         create_orders(connection, TABLE, arguments.rows)
         connection.execute("vacuum (freeze, analyze)")
         connection.execute("checkpoint")
-    with _session() as session:
-        ways = _ways(session, stage.server, database, arguments.rows)
-        seconds = _measure(ways, arguments.rows, arguments.rounds)
-        wrong = _disturb(ways, stage.server, database, arguments.rows)
+    ways = _ways(session, stage.server, database, arguments.rows)
+    seconds = _measure(ways, arguments.rows, arguments.rounds)
+    wrong = _disturb(ways, stage.server, database, arguments.rows)
     ours = median(seconds[OURS])
     rows = [
         [

@@ -1,10 +1,11 @@
 """Measure how much faster one hot table is written with two executors than with one.
 
-    python benchmarks/split.py [--workload stream transaction] [--changes 1000000] [--rounds 3] [--cores 1 2]
+    python benchmarks/split.py [--workload stream transaction] [--changes 1000000] [--rounds 3] [--cluster]
 
 Capture writes all changes to a spool beforehand, so that applying them is the bottleneck: each run applies the same
 spool to a new copy of the same lake, in batches as the apply worker takes them. Rows have about 400 bytes. `stream` is
-transactions of 60 updates, 30 inserts and 10 deletes; `transaction` is one update of every row.
+transactions of 60 updates, 30 inserts and 10 deletes; `transaction` is one update of every row. By default executors
+are threads of one JVM (`local[n]`); with `--cluster` they are processes of a standalone cluster, with one core each.
 
 Besides the time, a run has the processor seconds of the longest task of each job, which a busy machine changes less:
 the time that a cluster takes whose cores have nothing else to do is about that, and a tenth of a second for each job.
@@ -16,10 +17,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,7 @@ from penstock.destinations.delta.destination import DeltaDestination
 from penstock.lsn import Lsn, OrderKey
 from penstock.source import SourceSettings
 from penstock.source.snapshots import take_snapshot
+from penstock.spark.java import find_java
 from penstock.spark.tasks import SparkTasks
 from penstock.spool import SpoolSettings
 from penstock.state import TableSchemaVersion
@@ -47,6 +50,9 @@ from penstock.testing.destinations import make_context
 from penstock.testing.postgres import PostgresServer
 from penstock.workers.batches import BatchSettings, BatchWriter
 from penstock.workers.process_tasks import ProcessTasks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.support.spark_cluster import Cluster
 
 CAPTURE_SECONDS = 900.0
 _SUMS = "select count(*) as a, sum(id) as b, sum(quantity) as c, sum(amount) as d from {table}"
@@ -112,7 +118,8 @@ def main() -> None:
             runs: dict[int, list[Applied]] = {cores: [] for cores in arguments.cores}
             for number in range(arguments.rounds):
                 for cores in arguments.cores if number % 2 == 0 else arguments.cores[::-1]:
-                    runs[cores].append(_apply(captured, cores, settings))
+                    with _spark(cores, stage.folder, cluster=arguments.cluster) as session:
+                        runs[cores].append(_apply(captured, session, settings))
                     _say(name, cores, captured.load, runs[cores][-1])
             results |= _result(name, captured.load, runs)
             print(f"\n{_describe(name, captured.load, runs)}\n", flush=True)
@@ -161,12 +168,27 @@ def _update_all(connection: psycopg.Connection[Any]) -> Load:
     return Load(changes, 1, end, end - before, time.monotonic() - began)
 
 
-def _apply(captured: Captured, cores: int, settings: BatchSettings) -> Applied:
+@contextmanager
+def _spark(cores: int, folder: Path, *, cluster: bool) -> Iterator[Any]:
+    if not cluster:
+        with spark_session("bench-split", cores) as session:
+            yield session
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as files:
+        made = Cluster(Path(files), find_java().home)
+        made.start(cores)
+        try:
+            with spark_session("bench-split", master=made.url, options=dict(made.options)) as session:
+                yield session
+        finally:
+            made.close()
+
+
+def _apply(captured: Captured, session: Any, settings: BatchSettings) -> Applied:
     """Apply the spool twice in one session; return the second run, in which workers and JVM are warm."""
-    with spark_session("bench-split", cores) as session:
-        tasks = ClockedTasks(SparkTasks(session))
-        _apply_once(captured, tasks, settings)
-        return _apply_once(captured, tasks, settings)
+    tasks = ClockedTasks(SparkTasks(session))
+    _apply_once(captured, tasks, settings)
+    return _apply_once(captured, tasks, settings)
 
 
 def _apply_once(captured: Captured, tasks: ClockedTasks, settings: BatchSettings) -> Applied:
@@ -247,6 +269,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--changes", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3, help="runs with each number of cores")
     parser.add_argument("--cores", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--cluster", action="store_true", help="executors of a standalone cluster, with a core each")
     parser.add_argument("--batch-rows", type=int, default=BatchSettings().max_rows, help="batch.max_rows")
     parser.add_argument("--batch-bytes", type=int, default=BatchSettings().max_bytes, help="batch.max_bytes")
     parser.add_argument("--server", type=int, help="major version (default: the newest installed)")

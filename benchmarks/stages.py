@@ -42,12 +42,12 @@ def open_stage(major: int | None, settings: Mapping[str, str]) -> Iterator[Stage
 
 
 @contextmanager
-def spark_session(name: str, cores: int = CORES) -> Iterator[Any]:
-    """A session of this process, by default on all cores that benchmarks use."""
+def spark_session(name: str, cores: int = CORES, **settings: Any) -> Iterator[Any]:
+    """A session of this process, by default on all cores that benchmarks use; `settings` say where else."""
     # Not every benchmark needs it, nor the time that it takes.
     from penstock.spark.session import SparkSettings, build_session
 
-    session = build_session(SparkSettings(master=f"local[{cores}]", app_name=name))
+    session = build_session(SparkSettings(**{"master": f"local[{cores}]", "app_name": name, **settings}))
     try:
         yield session
     finally:

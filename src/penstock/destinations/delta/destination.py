@@ -66,6 +66,7 @@ from penstock.destinations.refusals import (
 from penstock.destinations.shared_place import require_shared
 from penstock.errors import IllegalTransition, PenstockError, TableOwned
 from penstock.lsn import Lsn, reaches
+from penstock.observe.batches import spanned
 from penstock.schema import TableSchema
 from penstock.source.bounds import Bounds
 
@@ -480,6 +481,7 @@ class DeltaDestination:
             keeps_dropped=self._started.keeps_dropped_columns,
         )
 
+    @spanned("commit")
     def _commit(self, ready: list[tuple[Plan, WrittenFiles]]) -> list[bool | PenstockError]:
         """Commit tables, several at a time, because each commit waits for the disk."""
 

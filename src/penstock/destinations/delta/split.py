@@ -2,9 +2,10 @@
 
 Consecutive segments form groups of about equal size, one for each task. Every task applies its group to the table as
 it was before the batch, as if there were no other group. It writes new rows, and notes which rows of the table its
-changes replace and which keys they touch. Then a second job unites the groups: a row of the table is dead if any group
-replaced it, and a new row is dead if a later group touched its key. No task needs the changes of another one, so no
-row is moved between tasks, and the driver sees names of files only.
+changes replace and which keys they touch. Then the groups are united: a row of the table is dead if any group replaced
+it, and a new row is dead if a later group touched its key. No task needs the changes of another one, so no row is moved
+between tasks. A second job unites the groups, unless they touched so few keys that the driver does it sooner than a job
+starts; of more than that it sees names of files only.
 
 A group depends on the groups before it in one case only: it needs the row that a key had before, to fill in a value
 that the server omitted, to keep a deleted row (mode `soft_delete`), or to remove one of several equal rows (a table
@@ -19,9 +20,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -50,6 +52,8 @@ GROUP_BYTES = table_tasks.SLICE_BYTES // 2
 """The least memory of a group: each one searches all files of the table, whatever its size."""
 NOTES_FOLDER = "_penstock/split"
 """Where tasks leave notes for those that unite the groups. Vacuum removes what a crash leaves, as it does indexes."""
+DRIVER_BYTES = 16 << 20
+"""The most memory of the keys of groups that the driver unites itself. A job takes longer to start than this takes."""
 PATIENCE = 16
 """How many large parts of a table are not split after one whose groups depended on each other."""
 _CHECKED_KEYS = 4_000_000
@@ -78,6 +82,8 @@ class GroupFiles:
     """Files in `NOTES_FOLDER` with the keys that its slices touched, in order."""
     has_needs: bool
     """True if it needs rows that some of these keys had before."""
+    key_bytes: int = 0
+    """The memory of these keys."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -111,6 +117,8 @@ class Dependence:
     keys: tuple[str, ...]
     """Those of the group; files, as in `GroupFiles`."""
     earlier: tuple[str, ...]
+    is_small: bool
+    """True if the driver may answer it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,8 @@ class Union:
     """Its steps are the changes that come after the groups; its files are those of the table before the batch."""
     groups: tuple[GroupFiles, ...]
     """With some of the table's files; with all of them if there are changes to apply."""
+    is_small: bool = False
+    """True if the driver may unite them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +141,10 @@ class Split:
     groups: tuple[Group, ...]
     emptied: tuple[str, ...] = ()
     """The table's files, if a truncate has emptied them."""
+
+
+_Item = TypeVar("_Item", Dependence, Union)
+_Result = TypeVar("_Result")
 
 
 class Splitter:
@@ -179,7 +193,7 @@ class Splitter:
         ]
         questions = [union.question(number) for union, number in asked]
         description = _describe("compare", [question.table for question in questions])
-        answers = tasks.run(questions, is_dependent, description=description) if questions else []
+        answers = _run(tasks, questions, is_dependent, description=description)
         for (union, number), answer in zip(asked, answers, strict=True):
             if isinstance(answer, PenstockError):
                 union.outcomes.append(answer)
@@ -192,9 +206,18 @@ class Splitter:
     def _unite(self, tasks: Tasks, unions: Sequence[_Uniting]) -> None:
         items = [(union, item) for union in unions if not union.outcomes for item in union.items(tasks.parallel)]
         description = _describe("unite", [item.work.table for _, item in items])
-        outcomes = tasks.run([item for _, item in items], unite, description=description) if items else []
+        outcomes = _run(tasks, [item for _, item in items], unite, description=description)
         for (union, _), outcome in zip(items, outcomes, strict=True):
             union.outcomes.append(outcome)
+
+
+def _run(
+    tasks: Tasks, items: Sequence[_Item], function: Callable[[_Item], _Result], *, description: str
+) -> list[_Result]:
+    """Run the small items here, and one job over the others; return the results in order."""
+    large = [item for item in items if not item.is_small]
+    outcomes = iter(tasks.run(large, function, description=description) if large else [])
+    return [function(item) if item.is_small else next(outcomes) for item in items]
 
 
 def _leading_groups(outcomes: Sequence[WrittenFiles | GroupFiles | PenstockError]) -> list[GroupFiles]:
@@ -229,7 +252,11 @@ class _Uniting:
     def question(self, number: int) -> Dependence:
         work = self.split.work
         earlier = tuple(name for group in self.groups[:number] for name in group.keys)
-        return Dependence(work.table, work.storage, self.groups[number].keys, earlier)
+        return Dependence(work.table, work.storage, self.groups[number].keys, earlier, self._is_small)
+
+    @property
+    def _is_small(self) -> bool:
+        return sum(group.key_bytes for group in self.groups) <= DRIVER_BYTES
 
     def items(self, tasks: int) -> list[Union]:
         """Return the work for this number of tasks."""
@@ -239,6 +266,8 @@ class _Uniting:
         if left:
             logger.info("groups depend on each other, applied in order table=%s groups=%d", work.table, len(left))
             return [Union(work, groups)]
+        if self._is_small and work.deletion_vectors:
+            return [Union(work, groups, is_small=True)]
         paths = {add.path for group in groups for add in group.added}
         paths |= {part.file.path for group in groups for part in group.lost}
         shares = [set(sorted(paths)[number::tasks]) for number in range(tasks)]
@@ -327,7 +356,7 @@ def _apply_group(work: TableWork) -> GroupFiles:
         added, lost = draft.unfinished
         vectors = write_vectors(notes_of(work.storage), [each.dead for each in lost])
     lost_parts = tuple(LostPart(each.file, each.row_count, vector) for each, vector in zip(lost, vectors, strict=True))
-    return GroupFiles(added, lost_parts, tuple(notes.names), notes.has_needs, draft.seconds)
+    return GroupFiles(added, lost_parts, tuple(notes.names), notes.has_needs, notes.key_bytes, draft.seconds)
 
 
 @dataclass(slots=True)
@@ -337,6 +366,7 @@ class _Notes:
     storage: Storage
     names: list[str] = field(default_factory=list[str])
     has_needs: bool = False
+    key_bytes: int = 0
 
     def add(self, net: NetChanges) -> None:
         if not len(net.touched):
@@ -348,6 +378,7 @@ class _Notes:
             # Of several equal rows some are removed: that no other group removes the same ones is all that matters.
             keys, needed = pa.array(fingerprints(net.touched)), np.ones(len(net.touched), np.bool_)
         self.has_needs = self.has_needs or bool(needed.any())
+        self.key_bytes += keys.nbytes
         batch = pa.record_batch({_KEY: keys, _NEEDED: pa.array(needed)})
         name = f"{uuid.uuid4()}.keys"
         with self.storage.create(name) as sink, pa.ipc.new_stream(sink, batch.schema) as writer:

@@ -41,6 +41,7 @@ def running(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Counting:
     monkeypatch.setattr(tasks, "SLICE_ROWS", 10)
     monkeypatch.setattr(split, "GROUP_BYTES", 1)
     monkeypatch.setattr(split, "PATIENCE", 0)
+    monkeypatch.setattr(split, "DRIVER_BYTES", 0)
     found = Counting(spark)
     assert found.parallel > 1
     return found

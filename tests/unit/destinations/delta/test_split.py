@@ -39,10 +39,15 @@ from tests.unit.destinations.delta.reading import read_rows
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of six changes is large, and a table is always split again."""
+    """A part of six changes is large, and a table is always split again. Tasks unite the groups."""
     monkeypatch.setattr(tasks, "SLICE_ROWS", 5)
     monkeypatch.setattr(split, "GROUP_BYTES", 1)
     monkeypatch.setattr(split, "PATIENCE", 0)
+    monkeypatch.setattr(split, "DRIVER_BYTES", 0)
+
+
+FEW_KEYS = split.DRIVER_BYTES
+"""Groups of the tests touch fewer keys than this."""
 
 
 @pytest.fixture
@@ -76,10 +81,16 @@ def notes_left(lake: Path) -> list[str]:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "mirror")
 @settings(max_examples=examples(5), deadline=None)
-@given(seed=st.integers(0, 1 << 32), schema=st.sampled_from(SCHEMAS), plan=PLANS)
+@given(
+    seed=st.integers(0, 1 << 32),
+    schema=st.sampled_from(SCHEMAS),
+    plan=PLANS,
+    in_driver=st.sampled_from([0, 100, FEW_KEYS]),
+)
 def test_readers_see_what_the_changes_say(
-    options: dict[str, Any], seed: int, schema: TableSchema, plan: list[list[int]]
+    options: dict[str, Any], seed: int, schema: TableSchema, plan: list[list[int]], in_driver: int
 ) -> None:
+    split.DRIVER_BYTES = in_driver
     follow(seed, schema, options, plan, LocalTasks(parallel=3))
 
 
@@ -88,10 +99,16 @@ def test_readers_see_what_the_changes_say(
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "mirror")
 @settings(max_examples=400, deadline=None)
-@given(seed=st.integers(0, 1 << 32), schema=st.sampled_from(SCHEMAS), plan=PLANS)
+@given(
+    seed=st.integers(0, 1 << 32),
+    schema=st.sampled_from(SCHEMAS),
+    plan=PLANS,
+    in_driver=st.sampled_from([0, 100, FEW_KEYS]),
+)
 def test_readers_see_what_the_changes_say_for_long(
-    options: dict[str, Any], seed: int, schema: TableSchema, plan: list[list[int]]
+    options: dict[str, Any], seed: int, schema: TableSchema, plan: list[list[int]], in_driver: int
 ) -> None:
+    split.DRIVER_BYTES = in_driver
     follow(seed, schema, options, plan, LocalTasks(parallel=3))
 
 
@@ -131,6 +148,7 @@ def test_an_omitted_value_is_taken_from_the_row_of_an_earlier_group(
     monkeypatch.setattr(tasks, "SLICE_ROWS", 5)
     monkeypatch.setattr(split, "GROUP_BYTES", 1)
     monkeypatch.setattr(split, "PATIENCE", 2)
+    monkeypatch.setattr(split, "DRIVER_BYTES", 0)
     running = LocalTasks(parallel=3)
     destination = copied(lake, source, running)
     rows = [*(order(number, f"first {number}") for number in range(5)), order(1) | {"note": Unchanged}]
@@ -202,6 +220,22 @@ class CrashingTasks(LocalTasks):
         if function is split.unite:
             raise TasksFailed("executors were lost")
         return super().run(items, function, description=description)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("deletion_vectors", "unite_jobs"), [(True, 0), pytest.param(False, 1, id="whole files are written again")]
+)
+def test_the_driver_unites_groups_with_few_keys_without_a_job(
+    deletion_vectors: bool, unite_jobs: int, lake: Path, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "DRIVER_BYTES", FEW_KEYS)
+    running = LocalTasks(parallel=3)
+    destination = copied(lake, source, running, deletion_vectors=deletion_vectors)
+    assert_durable(change(destination, source, *(order(number % 7, f"note {number}") for number in range(21))))
+    assert notes(lake) == expected(**{f"n{number}": f"note {number + 14}" for number in range(7)})
+    assert jobs(running, "unite") == unite_jobs
+    assert notes_left(lake) == []
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
