@@ -1,6 +1,6 @@
 """Keep every version of a row in Delta, with the time from which and to which it was valid (SCD type 2).
 
-    spark-submit --packages io.delta:delta-spark_2.13:4.0.0 examples/spark/history.py postgresql://… /lake/prices
+    spark-submit --packages io.delta:delta-spark_4.1_2.13:4.4.0 examples/spark/history.py postgresql://… /lake/prices
 
 The table is `public.prices (id, price)`. A version is identified by its change, so a batch that comes twice changes
 nothing.
@@ -39,11 +39,32 @@ def start(spark: SparkSession, url: str, folder: str, **trigger: bool) -> Any:
 
 
 def apply(changes: DataFrame, target: str) -> None:
-    """Add the versions of a batch, and end those before them."""
+    """Add the versions of a batch, and end those before them. A truncate ends all versions from before it."""
+    changes = changes.persist()
+    try:
+        rows = changes.where("_op <> 'truncate'")
+        truncates = changes.where("_op = 'truncate'").selectExpr("_commit_lsn", "_ordinal", "unix_micros(_commit_time)")
+        for lsn, ordinal, time in truncates.orderBy("_commit_lsn", "_ordinal").collect():
+            add(rows.where(f"_commit_lsn < {lsn} or (_commit_lsn = {lsn} and _ordinal < {ordinal})"), target)
+            changes.sparkSession.sql(
+                f"update {target} set valid_to = timestamp_micros({time}) "
+                f"where valid_to is null and (lsn < {lsn} or (lsn = {lsn} and ordinal < {ordinal}))"
+            )
+            rows = rows.where(f"_commit_lsn > {lsn} or (_commit_lsn = {lsn} and _ordinal > {ordinal})")
+        add(rows, target)
+    finally:
+        changes.unpersist()
+
+
+def add(changes: DataFrame, target: str) -> None:
+    """Add the versions of changes without a truncate, and end those before them."""
+    described = ("_op", "_commit_time as valid_from", "_commit_lsn as lsn", "_ordinal as ordinal")
+    # An update of the key also ends the version of the old one.
+    moved = changes.where("_old.id <> id").withColumn("_op", F.lit("delete")).selectExpr("_old.id", "price", *described)
     by_key = Window.partitionBy("id").orderBy("lsn", "ordinal")
     versions = (
-        changes.where("_op <> 'truncate'")
-        .selectExpr("id", "price", "_op", "_commit_time as valid_from", "_commit_lsn as lsn", "_ordinal as ordinal")
+        changes.selectExpr("id", "price", *described)
+        .unionByName(moved)
         .withColumn("valid_to", F.lead("valid_from").over(by_key))
         .withColumn("is_first", F.row_number().over(by_key) == 1)
     )

@@ -1,6 +1,6 @@
 """Keep a Delta table equal to a Postgres table, with your own MERGE.
 
-    spark-submit --packages io.delta:delta-spark_2.13:4.0.0 examples/spark/upsert.py postgresql://… /lake/customers
+    spark-submit --packages io.delta:delta-spark_4.1_2.13:4.4.0 examples/spark/upsert.py postgresql://… /lake/customers
 
 The table is `public.customers (id, name, email, notes)`. The copy comes first, then every change. A batch may come
 twice after a crash; applying it again changes nothing.
@@ -46,12 +46,11 @@ def apply(changes: DataFrame, target: str, names: list[str]) -> None:
     spark = changes.sparkSession
     changes = changes.persist()
     try:
-        place = F.struct("_commit_lsn", "_ordinal")
-        [last] = changes.where("_op = 'truncate'").select(F.max(place)).collect()
+        [[last]] = changes.where("_op = 'truncate'").select(F.max(F.struct("_commit_lsn", "_ordinal"))).collect()
         rows = changes.where("_op <> 'truncate'")
-        if last[0] is not None:
+        if last is not None:
             spark.sql(f"delete from {target}")
-            rows = rows.where(place > F.struct(F.lit(last[0][0]), F.lit(last[0][1])))
+            rows = rows.where(f"_commit_lsn > {last[0]} or (_commit_lsn = {last[0]} and _ordinal > {last[1]})")
         merge(newest(rows, names), target, names)
     finally:
         changes.unpersist()
@@ -61,36 +60,38 @@ def newest(rows: DataFrame, names: list[str]) -> DataFrame:
     """Return the last change of each key, each value in a struct; no struct if the server omitted the value.
 
     An update of the key is a delete of the old one and an insert. The server omits large values that did not change. If
-    keys of rows with such values change, the table needs REPLICA IDENTITY FULL; then `_old` has the values. Without it,
-    `merge` raises an error.
+    keys of rows with such values change, the table needs REPLICA IDENTITY FULL; then `_old` has the values. Without it
+    they are not known, and `merge` raises an error.
     """
     kept = rows.select(KEY, *names, "_op", "_commit_lsn", "_ordinal", "_unchanged", "_old")
-    known = rows.schema["_old"].dataType.fieldNames()
-    moved = rows.where(f"_old.{KEY} <> {KEY}").select(
+    fields = rows.schema["_old"].dataType.fieldNames()
+    is_moved = F.expr(f"_old.{KEY} <> {KEY}")
+    moved = rows.where(is_moved).select(
         F.col(f"_old.{KEY}").alias(KEY), F.lit("delete").alias("_op"), "_commit_lsn", "_ordinal"
     )
     rows = kept.unionByName(moved, allowMissingColumns=True)
     by_key = Window.partitionBy(KEY).orderBy("_commit_lsn", "_ordinal")
     for name in names:
-        sent = F.when(~F.array_contains("_unchanged", name), F.struct(name))
-        if name in known:
-            # Nothing is sent of what a delete had; of an update it is what the row had before.
-            sent = sent.when(F.col("_op") == "update", F.struct(F.col(f"_old.{name}").alias(name)))
+        sent = F.when(~F.array_contains("_unchanged", name), F.struct(F.lit(True).alias("_known"), name))
+        if name in fields:
+            # What is omitted is never NULL, so NULL means that the old row was not sent.
+            old = F.col(f"_old.{name}")
+            sent = sent.when(old.isNotNull(), F.struct(F.lit(True).alias("_known"), old.alias(name)))
+        # Not the value that another row had under this key.
+        nothing = F.lit(None).cast(rows.schema[name].dataType).alias(name)
+        sent = sent.when(is_moved, F.struct(F.lit(False).alias("_known"), nothing))
         rows = rows.withColumn(f"new_{name}", F.last(sent, ignorenulls=True).over(by_key))
-    rows = rows.withColumn("_moved", F.max(F.expr(f"_old.{KEY} <> {KEY}")).over(Window.partitionBy(KEY)))
     latest = Window.partitionBy(KEY).orderBy(F.desc("_commit_lsn"), F.desc("_ordinal"))
     return rows.withColumn("_rank", F.row_number().over(latest)).where("_rank = 1")
 
 
 def merge(rows: DataFrame, target: str, names: list[str]) -> None:
     """Write the last change of each key."""
-    updates = ", ".join(
-        f"t.`{name}` = if(s.`new_{name}` is null, t.`{name}`, s.`new_{name}`.`{name}`)" for name in names
-    )
-    columns = ", ".join(f"`{name}`" for name in (KEY, *names))
     missing = "raise_error('a key changed, and the server omitted a value of the row: set REPLICA IDENTITY FULL')"
-    cells = (f"if(s._moved and s.`new_{name}` is null, {missing}, s.`new_{name}`.`{name}`)" for name in names)
-    inserts = ", ".join((f"s.`{KEY}`", *cells))
+    cells = {name: f"if(s.`new_{name}`._known, s.`new_{name}`.`{name}`, {missing})" for name in names}
+    updates = ", ".join(f"t.`{name}` = if(s.`new_{name}` is null, t.`{name}`, {cell})" for name, cell in cells.items())
+    columns = ", ".join(f"`{name}`" for name in (KEY, *names))
+    inserts = ", ".join((f"s.`{KEY}`", *(f"if(s.`new_{name}` is null, null, {cell})" for name, cell in cells.items())))
     rows.createOrReplaceTempView("newest")
     rows.sparkSession.sql(
         f"""

@@ -20,7 +20,6 @@ def with_delta():
         pytest.skip("needs Delta's jars for Spark: make jars")
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(2400)
 @pytest.mark.trap(3, 4, 25, 27, 28, 53)
 def test_a_query_that_is_killed_loses_and_doubles_nothing(server, tmp_path):

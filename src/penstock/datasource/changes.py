@@ -7,13 +7,16 @@ a restart it first calls `partitions` with the last offset of the checkpoint twi
 
 An offset is a boundary between transactions. A batch between two of them has the same changes whenever it is planned,
 because the spool or the slot still has them: the slot moves only when Spark commits.
+
+A copy cannot be read again: its snapshot ends with the process. Whether the sink has it, and how much of it, is not
+known. So its batch is empty when it is repeated, and the next batch has a truncate and another copy.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +43,8 @@ from penstock.datasource.options import (
     parse_types,
     split_names,
 )
-from penstock.datasource.rows import Envelope, Form, TableForm, read_segment, shape_copied, shape_truncation
-from penstock.errors import ConfigError, PositionGone, ServerUnavailable, SourceError
+from penstock.datasource.rows import Envelope, Form, TableForm, emptied, read_segment, shape_copied, shape_truncation
+from penstock.errors import ConfigError, PublicationChanged, ServerUnavailable, SourceError
 from penstock.lsn import Lsn, distance, furthest, is_in, reaches
 from penstock.schema import TableSchema
 from penstock.source.catalog import load_table, load_types, schema_from_catalog
@@ -245,7 +248,8 @@ class _Planner:
         self._looked = Lsn(0)
         self._target: Lsn | None = None
         self._snapshot: Snapshot | None = None
-        self._has_planned = False
+        self._has_planned = self._is_unpublished = False
+        self._lacks_copy = seen is not None and self._feed.lacks_copy(seen)
 
     def close(self) -> None:
         self._release()
@@ -262,7 +266,6 @@ class _Planner:
         start = self._options.start
         if start == SNAPSHOT:
             return Position(Lsn(0), is_copy=True)
-        self._feed.note_copy(Lsn(0))
         return self._feed.position(self._first())
 
     def _first(self) -> Lsn:
@@ -279,8 +282,8 @@ class _Planner:
 
     def latest(self) -> Position:
         """Return where the next batch ends; the last offset again if there is nothing to do."""
-        if self._last is None and self._options.start == SNAPSHOT:
-            self._last = self._feed.position(self._take_snapshot().position)
+        if self._lacks_copy or (self._last is None and self._options.start == SNAPSHOT):
+            self._last = self._take_snapshot()
         if self._last is not None and self._snapshot is not None and not self._has_planned:
             return self._last
         self._release()
@@ -290,8 +293,8 @@ class _Planner:
         if not reaches(captured, begin):
             return self._moved(begin)
         end = self._bounded(begin, captured)
+        self._look(is_idle=end is None)
         if end is None:
-            self._look()
             due = time.monotonic() - self._last_at >= HEARTBEAT_SECONDS
             if not due and distance(begin, captured) < HEARTBEAT_BYTES:
                 return self._moved(begin)
@@ -378,19 +381,34 @@ class _Planner:
             table=segment.table,
         )
 
-    def _look(self) -> None:
+    def _look(self, *, is_idle: bool) -> None:
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at = now
-            # While the server is away, capture reconnects.
-            with suppress(ServerUnavailable):
-                self._feed.require_published()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return
+        self._looked_at = now
+        try:
+            self._feed.require_published()
+        except ServerUnavailable:
+            # Capture reconnects.
+            return
+        except PublicationChanged:
+            # What was captured before comes first; but a table may still be published, with fewer operations.
+            if is_idle or self._is_unpublished:
+                raise
+            self._is_unpublished = True
 
     def plan(self, begin: Position, end: Position) -> list[_Work]:
         """Return the tasks of a batch."""
         self._has_planned = True
-        if begin.is_copy:
-            return self._plan_copy()
+        is_copy = begin.is_copy or end.copies > 0
+        if self._snapshot is None and (is_copy or self._lacks_copy):
+            # Changes do not come before the copy either: with `availableNow`, Spark asks for the end of the next batch
+            # before it repeats one.
+            self._feed.note_copy(lacking=end)
+            self._lacks_copy = True
+            return []
+        if is_copy:
+            return self._plan_copy(is_first=begin.is_copy)
         if not reaches(end.lsn, begin.lsn):
             raise SourceError(
                 f"Spark plans a batch from {begin.lsn} back to {end.lsn}: this version of Spark did not say where the "
@@ -406,18 +424,13 @@ class _Planner:
                     hint="Free space on the disk of 'spoolLocation', or check the server's load, and start again.",
                 )
             self._feed.reader.wait(self._feed.captured(), _WAIT_SECONDS)
-        try:
-            entries = self._entries(begin.lsn)
-        except PositionGone as error:
-            error.hint = "Start a new query, with a new checkpoint and another slot."
-            raise
+        entries = self._entries(begin.lsn)
         works: list[_Work] = []
         steps: list[tuple[Segment, TableSchema] | Truncation] = []
         size = 0
-        after = furthest(begin.lsn, self._feed.copied)
         for entry in entries:
             for step in self._steps(entry):
-                narrowed = _between(step, after, end.lsn)
+                narrowed = _between(step, begin.lsn, end.lsn)
                 if narrowed is None:
                     continue
                 if isinstance(narrowed, Segment):
@@ -437,13 +450,10 @@ class _Planner:
         if not end.is_copy:
             self._feed.advance(end.lsn)
 
-    def _plan_copy(self) -> list[_Work]:
-        """Return the tasks of the copy.
-
-        If the process that took the snapshot is gone, another snapshot is taken. It is later than the end of the batch
-        that Spark has logged, so the changes in between are left out afterwards.
-        """
-        snapshot = self._snapshot or self._take_snapshot()
+    def _plan_copy(self, *, is_first: bool) -> list[_Work]:
+        """Return the tasks of a copy, after a truncate unless it is the first."""
+        snapshot = self._snapshot
+        assert snapshot is not None
         membership = self._feed.membership
         works: list[_Work] = []
         now = time.time_ns() // 1000
@@ -455,13 +465,18 @@ class _Planner:
                 raise SourceError(
                     f"{rows.schema} was altered after load(): {', '.join(changed)}", hint="Start the query again."
                 )
+            if not is_first:
+                works.append(_Changed(self._form, (emptied(table_id, str(rows.schema), snapshot.position, now),)))
             works += [_Copied(self._form, rows.reader, part, snapshot.position, now) for part in rows.ranges]
         return works
 
-    def _take_snapshot(self) -> Snapshot:
+    def _take_snapshot(self) -> Position:
+        """Take a snapshot for the next batch; return where it ends."""
         self._snapshot = take_snapshot(self._options.feed.source, check=self._feed.capture.check)
-        self._feed.note_copy(self._snapshot.position)
-        return self._snapshot
+        self._feed.note_copy(lacking=None)
+        self._lacks_copy = self._has_planned = False
+        copies = 0 if self._last is None else self._last.copies
+        return replace(self._feed.position(self._snapshot.position), copies=copies + 1)
 
     def _release(self) -> None:
         """End the snapshot: Spark asks for the next batch, so the copy is done."""

@@ -27,15 +27,14 @@ from penstock.capture.assembler import AssemblerSettings
 from penstock.errors import (
     CaptureStopped,
     ConfigError,
-    LineageChanged,
     NotIdentified,
     PenstockError,
-    PositionAhead,
     PublicationChanged,
     PublicationMissing,
     SlotLost,
     SlotMissing,
     SourceError,
+    SpoolCorrupt,
     SpoolInUse,
 )
 from penstock.lsn import Lsn, OrderKey, furthest, reaches
@@ -72,9 +71,6 @@ _BUSY_SECONDS = 600.0
 """How long capture may take to connect if it reports no problem."""
 _LOCK_SECONDS = 0.05
 _PARENT_SECONDS = 0.5
-_NEW_QUERY = (
-    "Start a new query, with a new checkpoint and another slot; startingPosition = 'snapshot' copies the table first."
-)
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +86,19 @@ class Position:
     """What identifies the publication, and the table's place in it: both change if they are created again."""
     is_copy: bool = False
     """Before the copy of `startingPosition = snapshot`; the boundary means nothing."""
+    copies: int = 0
+    """The number of a copy, for the end of the batch that has it."""
 
     def to_offset(self) -> dict[str, Any]:
         if self.is_copy:
             return {"copy": True}
-        return {
+        offset = {
             "position": str(self.lsn),
             "system": self.system,
             "timeline": self.timeline,
             "publication": self.publication,
         }
+        return offset | {"copies": self.copies} if self.copies else offset
 
     @classmethod
     def from_offset(cls, offset: dict[str, Any]) -> Position:
@@ -107,7 +106,8 @@ class Position:
             return cls(Lsn(0), is_copy=True)
         try:
             lsn, timeline = Lsn.parse(offset["position"]), int(offset["timeline"])
-            return cls(lsn, str(offset["system"]), timeline, str(offset["publication"]))
+            copies = int(offset.get("copies", 0))
+            return cls(lsn, str(offset["system"]), timeline, str(offset["publication"]), copies=copies)
         except (KeyError, ValueError, TypeError, AttributeError):
             raise ConfigError(
                 'the checkpoint has an offset that is not one of format("penstock")',
@@ -192,6 +192,9 @@ class Feed:
     def captured(self) -> Lsn:
         """Return the boundary up to which everything is in the spool; raise what ended capture."""
         self.capture.check()
+        folder = SpoolFolder(self.settings.folder)
+        if not self._fits(folder).exists():
+            raise SpoolCorrupt(f"the folder {folder.root} was deleted while the query ran")
         return self.reader.captured or self.start
 
     @property
@@ -204,17 +207,14 @@ class Feed:
         self.reader.readers.advance(READER, lsn)
         self.reader.forget(lsn)
 
-    @property
-    def copied(self) -> Lsn:
-        """The position of the copy that the query began with: changes before it are part of it. Zero if unknown."""
+    def lacks_copy(self, end: Position) -> bool:
+        """Return True if the batch that ends here should have a copy, and has none, or if that is not known."""
         found = read_file(self._copy_file)
-        noted = Position(Lsn(0)) if found is None else Position.from_offset(found)
-        # A server that took over may have other changes at the same positions.
-        return noted.lsn if noted == self.position(noted.lsn) else Lsn(0)
+        return found == end.to_offset() or (found is None and end.copies > 0)
 
-    def note_copy(self, position: Lsn) -> None:
-        """Note where the copy is taken, before it is read; zero if the query begins without one."""
-        replace_file(self._copy_file, self.position(position).to_offset(), durable=True)
+    def note_copy(self, lacking: Position | None) -> None:
+        """Note, before Spark commits it, the end of a batch that lacks its copy; None if it has one."""
+        replace_file(self._copy_file, {} if lacking is None else lacking.to_offset(), durable=True)
 
     @property
     def _copy_file(self) -> Path:
@@ -229,37 +229,39 @@ class Feed:
         with connect(self.settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             now = load_membership(connection, self.settings.publication)
             found = connection.execute("select pg_catalog.to_regclass(%s)::pg_catalog.oid::int8", [name]).fetchone()
-        if self._identity(now) != self._publication:
+        if not _continues(self._publication, self._identity(now)):
             raise self._left()
         if self._table_id is not None and found not in (None, (None,), (self._table_id,)):
             raise PublicationChanged(
                 f"{name} is another table now: the one that the query follows was renamed, and this one took its name",
-                hint=_NEW_QUERY,
                 tables=[name],
             )
 
     def _require_published(self, seen: Position | None) -> None:
-        if seen is not None and not seen.is_copy and seen.publication != self._publication:
+        if seen is not None and not seen.is_copy and not _continues(seen.publication, self._publication):
             raise self._left()
 
     def _left(self) -> PublicationChanged:
         return PublicationChanged(
             f"{', '.join(self.settings.patterns)} left the publication {self.settings.publication!r}, if only for a "
-            "while, or the publication was created again: the server omitted changes",
-            hint=_NEW_QUERY,
+            "while, or the publication was altered or created again: the server may have omitted changes",
             tables=list(self.settings.patterns),
         )
 
     def _identity(self, membership: Membership) -> str:
-        """Return what changes if a publication, or the place of a single table in it, is created again.
-
-        Several tables may come and go.
+        """Return what changes if a publication is altered, or if it, or the place of a single table in it, is created
+        again; for `_continues`. Several tables may come and go.
         """
         parts = [membership.publication.oid]
         if self._table_id is not None:
             parts += [self._table_id, *sorted(each.oid for each in membership.tables.get(self._table_id, ()))]
             parts += [] if self._table_id in membership.tables else [0]
-        return ":".join(map(str, parts))
+        options = membership.options
+        assert options is not None
+        others = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+        return (
+            f"{':'.join(map(str, parts))} {membership.publication.xmin} {','.join(options.operations) or '-'} {others}"
+        )
 
     def _undo(self) -> None:
         """Remove what was created: a slot that nobody reads retains WAL."""
@@ -281,12 +283,8 @@ class Feed:
         if seen is not None and not seen.is_copy:
             stored = Lineage(seen.system, seen.timeline, ancestry.current.database, ancestry.current.slot)
             ancestry.refuse_former(stored)
-            try:
-                ancestry.require(stored, seen.lsn)
-                system.require_reached(seen.lsn)
-            except (LineageChanged, PositionAhead) as error:
-                error.hint = f"Check the address. If this server lost changes: {_NEW_QUERY[0].lower()}{_NEW_QUERY[1:]}"
-                raise
+            ancestry.require(stored, seen.lsn)
+            system.require_reached(seen.lsn)
         return ancestry
 
     def _publish(self, *, is_new: bool) -> Membership:
@@ -297,7 +295,6 @@ class Feed:
                 if not is_new or inspect_slot(connection, settings.slot) is not None:
                     raise PublicationMissing(
                         f"publication {settings.publication!r} does not exist, but slot {settings.slot!r} was in use",
-                        hint=_NEW_QUERY,
                         publication=settings.publication,
                     )
                 ensured = ensure_publication(connection, settings.publication, settings.patterns)
@@ -320,9 +317,7 @@ class Feed:
         with connect(self.settings.source, Role.CATALOG) as connection:
             slot = wait_until_created(connection, name)
             if slot is None and seen is not None:
-                raise SlotMissing(
-                    f"slot {name!r} is gone, and with it the changes since {seen.lsn}", hint=_NEW_QUERY, slot=name
-                )
+                raise SlotMissing(f"slot {name!r} is gone, and with it the changes since {seen.lsn}", slot=name)
             if slot is None:
                 slot = create_slot(connection, name, failover=can_fail_over(connection))
                 self._created.append(lambda connection: drop_slot(connection, name))
@@ -332,7 +327,6 @@ class Feed:
             raise SlotLost(
                 f"slot {name!r} is at {confirmed}, after the position {seen.lsn} of the checkpoint: another program "
                 "has read from it, or the checkpoint is an old one, and the changes in between are gone",
-                hint=_NEW_QUERY,
                 slot=name,
             )
         return slot
@@ -343,9 +337,12 @@ class Feed:
         """Keep what is captured if it continues the slot and fits; return where the query may begin."""
         folder = SpoolFolder(self.settings.folder)
         known, captured = load_ancestry(folder), SpoolReader(folder.root).captured
-        wanted = {"publication": self.settings.publication, "types": repr(self.settings.types)}
+        settings = self.settings
+        wanted = {"slot": settings.slot, "publication": settings.publication, "types": repr(settings.types)}
         found = read_file(self._fits(folder))
-        if found is None and (captured is not None or Readers(folder).positions()):
+        # Capture that runs while its folder is deleted creates it again.
+        is_own = found is not None or (known is not None and known.current.slot == settings.slot)
+        if not is_own and (captured is not None or Readers(folder).positions()):
             raise ConfigError(
                 f"the folder {folder.root} is the spool of a pipeline", hint="Choose another 'spoolLocation'."
             )
@@ -393,6 +390,18 @@ class Feed:
         return capture
 
 
+def _continues(before: str, now: str) -> bool:
+    """Return whether the server has sent everything since a publication had an identity.
+
+    See `changes_between`: another owner changes nothing; options that are as before may have been others in between.
+    """
+    (place, *rest), (place_now, *rest_now) = before.split(), now.split()
+    if place != place_now or not rest or rest == rest_now:
+        return place == place_now
+    (_, operations, options), (_, operations_now, options_now) = rest, rest_now
+    return operations == operations_now and options != options_now
+
+
 @contextmanager
 def _without_writer(folder: SpoolFolder) -> Iterator[None]:
     """Wait until the capture of an earlier run has ended, and keep others from starting one."""
@@ -407,7 +416,7 @@ def _without_writer(folder: SpoolFolder) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise SpoolInUse(
                         f"the spool {folder.root} is in use",
-                        hint="Another query reads this slot. Give each query a slot of its own.",
+                        hint="Another query uses it. Give each query a slot and a spoolLocation of its own.",
                     ) from None
                 time.sleep(_LOCK_SECONDS)
         yield

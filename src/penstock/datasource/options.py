@@ -11,8 +11,18 @@ from psycopg.rows import tuple_row
 
 from penstock.errors import (
     ConfigError,
+    LineageChanged,
+    LostInFailover,
     PenstockError,
+    PositionAhead,
+    PositionGone,
+    PublicationChanged,
+    PublicationMissing,
+    SlotLost,
+    SlotMissing,
+    SlotUndecodable,
     SnapshotLost,
+    SpoolCorrupt,
     TableRewritten,
     ValueOutOfRange,
     with_hint,
@@ -37,7 +47,15 @@ _OF_READS: Hints = {
     ValueOutOfRange: "Choose what happens to such values with the option 'outOfRange'.",
 }
 """Where the hint of a pipeline does not help."""
+_NEW_QUERY = (
+    "Start a new query, with a new checkpoint and another slot; startingPosition = 'snapshot' copies the table first."
+)
+_OTHER_SERVER = f"Check the address. If this server lost changes: {_NEW_QUERY[0].lower()}{_NEW_QUERY[1:]}"
 OF_STREAMS: Hints = {
+    **dict.fromkeys((PublicationChanged, PublicationMissing, SlotMissing, SlotLost, SlotUndecodable), _NEW_QUERY),
+    **dict.fromkeys((LineageChanged, LostInFailover, PositionAhead), _OTHER_SERVER),
+    PositionGone: _NEW_QUERY,
+    SpoolCorrupt: "Stop the query, delete its 'spoolLocation', and start it again: it reads the changes from the slot.",
     SnapshotLost: "Start the query again from its checkpoint: it copies the table again.",
     TableRewritten: "Start the query again from its checkpoint: it copies the table again.",
     ValueOutOfRange: "Choose what happens to such values with the option 'outOfRange', and start the query again.",

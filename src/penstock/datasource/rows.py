@@ -33,7 +33,7 @@ from penstock.changes.segment import (
 )
 from penstock.changes.steps import Segment, Truncation
 from penstock.errors import SourceError
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, OrderKey
 from penstock.schema import TableSchema
 from penstock.values import OutOfRange, TypeSettings
 
@@ -172,6 +172,11 @@ def read_segment(segment: Segment, schema: TableSchema, form: Form) -> Iterator[
         yield from form.shape(rows.slice(start, BATCH_ROWS), schema).combine_chunks().to_batches()
 
 
+def emptied(table_id: int, table: str, position: Lsn, time: int) -> Truncation:
+    """Return the truncate that precedes another copy of a table; it is part of no transaction."""
+    return Truncation(table_id, table, OrderKey(position, _BEFORE_ALL - 1), time, 0, False, False)
+
+
 def shape_truncation(step: Truncation, form: Form) -> Iterator[pa.RecordBatch]:
     """Return a truncation as a row without values."""
     described = {
@@ -180,7 +185,7 @@ def shape_truncation(step: Truncation, form: Form) -> Iterator[pa.RecordBatch]:
         COMMIT_LSN: int(step.key.commit_lsn),
         ORDINAL: step.key.ordinal,
         COMMIT_TIME: step.commit_time,
-        XID: step.xid,
+        XID: step.xid or None,
         UNCHANGED: [],
     }
     yield pa.RecordBatch.from_arrays(

@@ -106,7 +106,7 @@ class PenstockSource(DataSource):
 
     A batch has the same changes whenever Spark repeats it, so a sink that Spark calls exactly once stays exactly once,
     and `foreachBatch` sees a batch again only after a failure. The one exception is a query that ends before its copy
-    is committed: the copy is then read again, and the changes since the first one follow. The slot moves when Spark
+    is committed: that batch is then empty, and the next one has a truncate and another copy. The slot moves when Spark
     commits a batch, and with it the WAL that the server keeps. The query ends with an error when the columns of the
     table change; started again from its checkpoint, it continues with the new ones. The role needs REPLICATION, SELECT
     for `snapshot`, and to own the table and have CREATE on the database if the publication is to be created.

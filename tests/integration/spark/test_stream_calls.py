@@ -41,6 +41,7 @@ class Log:
         self.offsets: list[dict[str, Any]] = []
         self.commits = 0
         self.batches: dict[int, list[dict[str, Any]]] = {}
+        self.attempts: list[tuple[int, list[dict[str, Any]]]] = []
         self.repeated: list[tuple[list[Any], list[Any]]] = []
         if self._path.exists():
             vars(self).update(pickle.loads(self._path.read_bytes()))
@@ -103,6 +104,7 @@ class Spark:
         rows.sort(key=lambda row: (row["_commit_lsn"], row["_ordinal"], row.get("id") or 0))
         if number in self.log.batches:
             self.log.repeated.append((self.log.batches[number], rows))
+        self.log.attempts.append((number, rows))
         self.log.batches[number] = rows
         self.log.save()
         self._step()
@@ -227,34 +229,42 @@ def test_a_query_that_ends_between_any_two_calls_loses_and_doubles_nothing(
     assert len(found) > 100
     assert log.repeated, "some batch was interrupted"
     for first, again in log.repeated:
-        assert first == again or first[0]["_op"] == "snapshot"
+        assert first == again or (again == [] and first[-1]["_op"] == "snapshot")
 
 
-@pytest.mark.trap(19, 53)
+@pytest.mark.trap(19, 28, 53)
 @pytest.mark.parametrize("is_spool_lost", [False, True])
-def test_a_copy_that_is_repeated_has_the_changes_in_between(database: Any, tmp_path: Path, is_spool_lost: bool) -> None:
+def test_a_copy_that_is_interrupted_is_replaced_by_another_one(
+    database: Any, tmp_path: Path, is_spool_lost: bool
+) -> None:
+    """Whatever a sink does with a batch that comes again: it has the rows of the source, each once."""
     database.execute("create table t (id int primary key, name text, big text)")
+    database.execute("alter table t alter column big set storage external")
     database.execute("insert into t select i, 'first', repeat('b', 9000) from generate_series(1, 30) i")
     options = {"table": "t", "startingPosition": "snapshot"}
-    choose = Random(5)
-    with database.connect() as connection:
-        for steps in (2, 3, 4, 5, 6):
-            run_until_killed(steps, database, tmp_path, **options)
-            for _ in range(5):
-                write(connection, choose)
+    # After the first copy; after the batch that replaces it, which is empty; after the second copy.
+    for number, steps in enumerate((6, 8, 8), 1):
+        run_until_killed(steps, database, tmp_path, **options)
+        database.execute(f"delete from t where id = {number}; insert into t values ({100 + number}, 'new')")
+        database.execute(f"update t set name = 'x' where id = {10 + number}; update t set id = -id where id = 20")
+        wait_for(lambda: not locked(tmp_path / "spool" / "lock"), "capture to end")
         if is_spool_lost:
-            wait_for(lambda: not locked(tmp_path / "spool" / "lock"), "capture to end")
             shutil.rmtree(tmp_path / "spool")
-        run_until_killed(9, database, tmp_path, **options)
-        write(connection, choose)
-        log = run_to_the_end(database, tmp_path, **options)
-        rows = connection.execute("select * from t").fetchall()
-    copied, later = log.batches[0], [row for number in range(1, log.commits) for row in log.batches[number]]
-    assert {row["_op"] for row in copied} == {"snapshot"}
-    assert all(row["_commit_lsn"] >= copied[0]["_commit_lsn"] for row in later), "no change that the copy has"
-    # As they came: nobody has to compare positions.
-    found = state_of([*copied, *later]).values()
-    assert sorted(tuple(row.values()) for row in found) == sorted(rows)
+    log = run_to_the_end(database, tmp_path, **options)
+    wanted = {row[0]: dict(zip(("id", "name", "big"), row, strict=True)) for row in database.execute("table t")}
+    assert any(rows and rows[-1]["_op"] == "snapshot" for rows, _ in log.repeated), "a copy was interrupted"
+    skipping = dict(reversed(log.attempts))
+    sinks = {
+        "replaces the batch": list(log.batches.items()),
+        "skips the batch": sorted(skipping.items()),
+        "applies the batch again": log.attempts,
+    }
+    found = {name: state_of([row for _, rows in batches for row in rows]) for name, batches in sinks.items()}
+    assert found == dict.fromkeys(sinks, wanted)
+    replaced = [row for number in range(log.commits) for row in log.batches[number]]
+    copies = [place for place, row in enumerate(replaced) if row["_op"] == "snapshot"]
+    assert len({replaced[place]["_commit_lsn"] for place in copies}) == 1, "one copy is left"
+    assert {row["_op"] for row in replaced[: copies[0]]} == {"truncate"}
 
 
 @pytest.mark.trap(3, 28)
@@ -311,6 +321,69 @@ def test_a_table_that_another_one_replaces_under_its_name_ends_the_query(
             reader.latestOffset()
     finally:
         reader.stop()
+
+
+@pytest.mark.trap(18)
+def test_a_publication_that_is_altered_ends_the_query(
+    database: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "_LOOK_SECONDS", 0.0)
+    database.execute("create table t (id int primary key); create role other_owner superuser")
+    try:
+        run_to_the_end(database, tmp_path, table="t")
+        database.execute("alter publication calls owner to other_owner; insert into t values (1)")
+        log = run_to_the_end(database, tmp_path, table="t")
+        assert [row["id"] for row in log.rows] == [1], "another owner changes nothing"
+        database.execute("alter publication calls set (publish = 'insert')")
+        database.execute("delete from t")
+        database.execute("alter publication calls set (publish = 'insert, update, delete, truncate')")
+        with pytest.raises(PenstockError, match=r"was altered.*Start a new query"):
+            run_to_the_end(database, tmp_path, table="t")
+        (tmp_path / "log").unlink()
+        reader = reader_of(database, tmp_path, table="t")
+        try:
+            reader.latestOffset()
+            database.execute("alter publication calls set (publish = 'insert'); insert into t values (2)")
+
+            def is_refused() -> bool:
+                # It is never idle.
+                database.execute("insert into t select max(id) + 1 from t")
+                try:
+                    reader.latestOffset()
+                except PenstockError as error:
+                    return "was altered" in str(error)
+                return False
+
+            wait_for(is_refused, "the error")
+        finally:
+            reader.stop()
+    finally:
+        database.execute("reassign owned by other_owner to current_user; drop role other_owner")
+
+
+@pytest.mark.trap(4, 54)
+def test_a_spool_that_is_deleted_while_the_query_runs_is_read_from_the_slot_again(
+    database: Any, tmp_path: Path
+) -> None:
+    database.execute("create table t (id int primary key)")
+    reader = reader_of(database, tmp_path, table="t")
+    spark = Spark(tmp_path, reader, lambda: None)
+    try:
+        spark.trigger()
+        database.execute("insert into t values (1)")
+        wait_for(lambda: (spark.trigger(), spark.log.rows)[1] != [], "the change")
+        shutil.rmtree(tmp_path / "spool")
+        database.execute("insert into t values (2)")
+
+        with pytest.raises(PenstockError, match=r"was deleted while the query ran.*start it again"):
+            spark.trigger()
+        # Capture restarts in a folder that it creates.
+        wait_for(lambda: locked(tmp_path / "spool" / "lock"), "the folder")
+    finally:
+        reader.stop()
+    wait_for(lambda: not locked(tmp_path / "spool" / "lock"), "capture to end")
+    log = run_to_the_end(database, tmp_path, table="t")
+    assert [row["id"] for row in log.rows] == [1, 2]
 
 
 def locked(path: Path) -> bool:

@@ -56,6 +56,12 @@ def test_history_keeps_every_version(delta_spark: Any, session: Any, database: A
     ]
     ones = [row for row in rows if row.id == 1]
     assert [row.valid_to for row in ones[:-1]] == [row.valid_from for row in ones[1:]]
+    database.execute("update prices set id = 3 where id = 1; insert into prices values (4, 4)")
+    database.execute("truncate prices; insert into prices values (3, 5)")
+    go_on()
+    rows = session.read.format("delta").load(str(tmp_path / "table")).where("id = 3 or lsn > 0 and valid_to is null")
+    found = [(row.id, row.price, row.valid_to is None) for row in rows.orderBy("lsn").collect()]
+    assert found == [(3, Decimal(99), False), (3, Decimal(5), True)]
 
 
 def test_changes_are_counted_in_windows(session: Any, database: Any, tmp_path: Path) -> None:
@@ -89,7 +95,8 @@ def test_upserts_keep_omitted_values_of_rows_whose_keys_change(
 ) -> None:
     database.execute("create table customers (id int primary key, name text, email text, notes text)")
     database.execute("alter table customers alter column notes set storage external")
-    database.execute("insert into customers values (1, 'a', 'e', repeat('x', 9000)), (2, 'b', null, repeat('y', 9000))")
+    rows = "insert into customers values (1, 'a', 'e', repeat('x', 9000)), (2, 'b', null, repeat('y', 9000))"
+    database.execute(f"{rows}; insert into customers values (8)")
     upsert = example("upsert")
 
     def go_on() -> None:
@@ -105,12 +112,20 @@ def test_upserts_keep_omitted_values_of_rows_whose_keys_change(
 
     go_on()
     database.execute("alter table customers replica identity full")
+    database.execute(f"insert into customers values (9); truncate customers; {rows}")
     database.execute("update customers set id = 3 where id = 1")
     database.execute("update customers set id = 4, name = 'c' where id = 3")
     go_on()
     assert found() == [(2, "b", None, "y", 9000), (4, "c", "e", "x", 9000)]
+    # Changes from before the identity was set do not have the old row.
     database.execute("alter table customers replica identity default")
-    database.execute("update customers set id = 5 where id = 4")
+    database.execute("update customers set name = 'd' where id = 2")
+    database.execute("alter table customers replica identity full")
+    go_on()
+    assert found() == [(2, "d", None, "y", 9000), (4, "c", "e", "x", 9000)]
+    database.execute("alter table customers replica identity default")
+    database.execute("delete from customers where id = 2; update customers set id = 2 where id = 4")
     with pytest.raises(Exception, match="set REPLICA IDENTITY FULL"):
         go_on()
-    assert found() == [(2, "b", None, "y", 9000), (4, "c", "e", "x", 9000)], "and not a row without its value"
+    # Neither a row without its value, nor with that of the row which had the key before.
+    assert found() == [(2, "d", None, "y", 9000), (4, "c", "e", "x", 9000)]
