@@ -54,7 +54,7 @@ opensearch: $(STAMP) system
 	@$(BIN)/python scripts/opensearch-server.py $(OPENSEARCH)
 
 .PHONY: demo
-demo: $(STAMP) ## replicate a demo shop into Delta tables and compare every row; about a minute
+demo: $(STAMP) jars ## replicate a demo shop into Delta tables and compare every row; about a minute
 	$(BIN)/penstock demo $(ARGS)
 
 .PHONY: demo-search

@@ -56,6 +56,10 @@ SERVER = f"""{DESTINATION}
 [server]
 port = 0
 """
+TELEMETRY = f"""{DESTINATION}
+[telemetry]
+endpoint = "http://127.0.0.1:4318"
+"""
 INDEX = """
 [[index]]
 specification = "orders.schema.yml"
@@ -238,6 +242,7 @@ def main() -> None:
                 (DESTINATION, "parquet", "local[2]", "spark"),
                 (INDEX, "stdout", "none", "opensearch"),
                 (SERVER, "parquet", "none", "web"),
+                (TELEMETRY, "parquet", "none", "otel"),
             ):
                 core.write_config(section, type_, master)
                 core.penstock("run", "--once", lacks=extra)
@@ -250,6 +255,11 @@ def main() -> None:
             web.write_config(SERVER, "parquet", "none")
             if "serving on http://" not in web.penstock("run", "--once"):
                 raise SystemExit("web: the server did not start")
+
+            # Without a collector: the pipeline works all the same.
+            otel = environment("otel", "otel")
+            otel.write_config(TELEMETRY, "parquet", "none")
+            otel.penstock("run", "--once")
 
             search = environment("opensearch", "opensearch")
             search.write_config(INDEX, "stdout", "none")

@@ -307,6 +307,7 @@ _LONG_SECONDS = 900
 """The timeout of tests that are known to be long."""
 _ONE_PROCESS = {"spark": "spark", "delta_spark": "spark", "jdbc_spark": "spark", "pressed": "pressed", "s3": "s3"}
 """Fixtures that take seconds to start, with the xdist group of their tests."""
+_SOURCES = Path(__file__).parent / "integration" / "spark"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -319,8 +320,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         groups = {_ONE_PROCESS[name] for name in getattr(item, "fixturenames", ()) if name in _ONE_PROCESS}
         if groups:
-            # A test that uses two goes to the slower one.
-            item.add_marker(pytest.mark.xdist_group("spark" if "spark" in groups else groups.pop()))
+            # A test that uses two goes to the slower one. Those on Spark take longest; half of them have their own.
+            group = "spark" if "spark" in groups else groups.pop()
+            own = group == "spark" and _SOURCES in item.path.parents
+            item.add_marker(pytest.mark.xdist_group("spark sources" if own else group))
     yield
     items.sort(key=lambda item: not _is_long(item))
 

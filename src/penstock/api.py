@@ -68,7 +68,7 @@ class Pipeline:
         id: name of the pipeline, and of its slot and publication; by default the name of the database.
         folder: relative paths are relative to it, and it holds the spool and the state.
         sections: the other sections of a config file: `pipeline`, `state`, `copy`, `spark`, `types`, `index`, `sink`,
-            `server`.
+            `server`, `telemetry`.
 
     Raises:
         ConfigError: the arguments are not valid; the message names every key that is wrong.

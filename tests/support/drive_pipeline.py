@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -192,6 +192,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
 
 def _split_small_parts(rows: int, log: Path) -> None:
     delta_tasks.SLICE_ROWS, delta_split.GROUP_BYTES, delta_split.PATIENCE = rows, 1, 2
+    delta_split.DRIVER_BYTES = 1000
     split = delta_split.split
 
     def split_and_count(work: delta_tasks.TableWork, tasks: int) -> delta_split.Split | None:
@@ -298,7 +299,11 @@ def _tell(pipeline: RunningOutput, session: Any, looks: int) -> None:
         "looks": looks,
     }
     if session is not None:
-        line["executors"] = session.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+        # The pipeline notices by itself that its JVM is gone.
+        from py4j.protocol import Py4JError
+
+        with suppress(Py4JError, OSError):
+            line["executors"] = session.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

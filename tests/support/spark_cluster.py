@@ -92,7 +92,7 @@ class Cluster:
             "SPARK_LOCAL_IP": LOOPBACK,
             "JAVA_HOME": str(self._java_home),
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": os.environ["SPARK_SUBMIT_OPTS"],
+            "SPARK_DAEMON_JAVA_OPTS": os.environ.get("SPARK_SUBMIT_OPTS", ""),
             "PYSPARK_PYTHON": sys.executable,
         }
         with open(self._folder / f"{name}.log", "wb") as log:

@@ -251,10 +251,13 @@ def run_trial(
         own = SERVER_SETTINGS if settings.faults else {}
         server = server or stack.enter_context(PostgresServer(settings=own))
         timeline: list[str] = []
+        trial: _Trial | None = None
         try:
-            return _Trial(settings, server, folder, stack, timeline).run()
+            trial = _Trial(settings, server, folder, stack, timeline)
+            return trial.run()
         except BaseException as error:
-            error.add_note("\n".join([*timeline, f"to see it again: {settings.command}"]))
+            seen = [f"a pipeline is at {each}" for each in (trial.seen if trial else ())]
+            error.add_note("\n".join([*timeline, *seen, f"to see it again: {settings.command}"]))
             raise
 
 
@@ -353,6 +356,11 @@ class _Trial:
         self._pipelines = [each.pipeline for each in self._scenes] or [PipelineProcess(each) for each in driven]
         for pipeline in self._pipelines:
             stack.callback(pipeline.close)
+
+    @property
+    def seen(self) -> list[Seen]:
+        """The last status of each pipeline."""
+        return [pipeline.seen for pipeline in self._pipelines]
 
     def run(self) -> TrialReport:
         settings, report = self._settings, self._report

@@ -23,6 +23,7 @@ UNPICKLED = {
     # From the pipe of a process that this one started, or that started this one.
     "capture/process.py",
     "operations/supervision.py",
+    "operations/verify_process.py",
     # What the same line has pickled.
     "spark/tasks.py",
 }

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from penstock.config.units import format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
-from penstock.observe import printable
+from penstock.observe import one_line, printable
 from penstock.observe.logs import ROOT_LOGGER
 from penstock.operations.progress import Interval, Notice, OutputLook, copy_facts, describe_copy
 from penstock.operations.running import Running
@@ -228,14 +228,15 @@ class Lines:
         self._write(text)
 
     def tell(self, notice: Notice) -> None:
-        self._write(notice.text)
+        # One line for each event: names of tables are other people's, and must not look like lines of the log.
+        self._write(one_line(notice.text))
 
     def show(self, looks: Sequence[OutputLook]) -> None:
         if self._interval.is_over():
             for look in looks:
                 prefix = f"{look.output}: " if len(looks) > 1 else ""
                 for copy in look.copies:
-                    self._write(f"{prefix}copying {copy.table}: {describe_copy(copy)}")
+                    self._write(one_line(f"{prefix}copying {copy.table}: {describe_copy(copy)}"))
                 self._write(f"{prefix}{look.line}")
 
 
@@ -279,7 +280,7 @@ class Bars:
 
     def tell(self, notice: Notice) -> None:
         style = "bold red" if notice.event == "stopped" else "dim"
-        self._console.print(Text(notice.text, style=style), soft_wrap=True)
+        self._console.print(Text(one_line(notice.text), style=style), soft_wrap=True)
 
     def show(self, looks: Sequence[OutputLook]) -> None:
         # Not earlier: it would show an empty line.

@@ -20,7 +20,7 @@ from penstock.config import Config, OutputChoice
 from penstock.config.units import count_of, format_bytes, format_moment, format_seconds
 from penstock.errors import PenstockError, SlotLost, SlotMissing, for_table, in_command
 from penstock.headroom import Room
-from penstock.observe import scrub
+from penstock.observe import one_line, scrub
 from penstock.operations.signals import Ended, Ending
 from penstock.operations.status import driver_facts, pipeline_status, table_locations, table_states
 from penstock.operations.status_model import (
@@ -122,17 +122,28 @@ def _locations(config: Config, output: OutputChoice) -> Mapping[int, str]:
         return {}
 
 
-def render(found: PipelineStatus) -> RenderableType:
-    """For terminals."""
+def render(found: PipelineStatus, *, urgent_first: bool = False) -> RenderableType:
+    """For terminals; `urgent_first` for one that shows only the first lines."""
     parts: list[RenderableType] = [*_head(found), Text()]
+    several = len(found.outputs) > 1
     tables = [table for output in found.outputs for table in output.tables]
-    if tables:
-        parts += [_tables(tables, several=len(found.outputs) > 1), Text()]
-    for table in tables:
-        parts += problem_lines(table, several=len(found.outputs) > 1)
+    problems = [line for table in tables for line in problem_lines(table, several=several)]
+    if urgent_first:
+        tables.sort(key=lambda table: (table.error is None, table.phase == "ready"))
+    listed: list[RenderableType] = [_tables(tables, several=several), Text()] if tables else []
+    parts += [*problems, *listed] if urgent_first else [*listed, *problems]
     indexes = [index for output in found.outputs for index in output.indexes]
     if indexes:
         parts += [_indexes(indexes), Text()]
+    for index in indexes:
+        if index.quarantined:
+            text = f": {count_of(index.quarantined, 'document')} in quarantine"
+            parts += [
+                Text.assemble((index.index, "bold"), text),
+                Text("  Correct their rows or the mapping, then:"),
+                Text(f"  penstock index quarantine retry {in_command(index.index, None)} --all"),
+                Text(),
+            ]
     return Group(*parts[:-1])
 
 
@@ -184,7 +195,7 @@ def _watch(config: Config, output: str | None, seconds: float, *, as_json: bool)
     with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         try:
             while True:
-                live.update(render(pipeline_status(config, output)), refresh=True)
+                live.update(render(pipeline_status(config, output), urgent_first=True), refresh=True)
                 time.sleep(seconds)
         except Ended:
             # `Live` restores the terminal.
@@ -231,7 +242,11 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
         yield Text.assemble(("slot      ", "bold"), *_slot(source.slot))
         if source.slot.lost or (has_run and not source.slot.exists):
             yield Text(f"          {SlotLost.default_hint if source.slot.lost else SlotMissing.default_hint}")
-    if found.spool is not None and (found.spool.is_short or found.spool.seconds_left is not None):
+    if found.capture is not None:
+        lag = _lag(found.capture.lag_bytes, found.capture.lag_seconds)
+        style = "" if found.capture.state == "streaming" else "yellow"
+        yield Text.assemble(("capture   ", "bold"), (found.capture.state, style), f"; lag {lag}")
+    if found.spool is not None:
         text = f"{format_bytes(found.spool.used)}, {_lasting(found.spool)}"
         yield Text.assemble(("spool     ", "bold"), (text, "bold red" if found.spool.is_short else ""))
     for blocker in source.long_transactions:
@@ -242,6 +257,9 @@ def _head(found: PipelineStatus) -> Iterator[Text]:
     for output in found.outputs:
         name = f"{output.output}: " if len(found.outputs) > 1 else ""
         yield Text.assemble(("output    ", "bold"), name, _output(output, is_running=found.driver is not None))
+        if output.acknowledged_lag_bytes is not None:
+            lag = _lag(output.acknowledged_lag_bytes, output.acknowledged_lag_seconds)
+            yield Text(f"          acknowledged: lag {lag}")
         if output.failing is not None and output.failing_since is not None:
             since = format_moment(output.failing_since)
             yield Text(f"          cannot write since {since}, retrying: {output.failing}", style="bold red")
@@ -300,10 +318,12 @@ def _output(output: OutputStatus, *, is_running: bool) -> str:
         parts.append("paused" if output.paused else "waiting" if output.failing is not None else "streaming")
     if output.changes_per_second is not None:
         parts.append(f"{output.changes_per_second:,.0f} changes/s")
-    lag = "unknown" if output.lag_bytes is None else format_bytes(output.lag_bytes)
-    if output.lag_seconds is not None:
-        lag += f", {format_seconds(output.lag_seconds)}"
-    return "; ".join([*parts, f"lag {lag}"])
+    return "; ".join([*parts, f"lag {_lag(output.lag_bytes, output.lag_seconds)}"])
+
+
+def _lag(size: int | None, seconds: float | None) -> str:
+    text = "unknown" if size is None else format_bytes(size)
+    return text if seconds is None else f"{text}, {format_seconds(seconds)}"
 
 
 def _tables(found: list[TableStatus], *, several: bool) -> Table:
@@ -311,7 +331,7 @@ def _tables(found: list[TableStatus], *, several: bool) -> Table:
     table = make_table(*titles, right=("rows", "size", "lag"))
     for each in found:
         table.add_row(
-            Text(each.table),
+            Text(one_line(each.table)),
             *[Text(each.output)] * several,
             Text(_phase(each), style=STYLES.get(each.phase, "yellow")),
             Text("" if each.rows is None else f"~{each.rows:,}"),
@@ -325,7 +345,7 @@ def _tables(found: list[TableStatus], *, several: bool) -> Table:
 def _indexes(found: list[IndexState]) -> Table:
     table = make_table("index", "table", "status", "quarantined", right=("quarantined",))
     for each in found:
-        table.add_row(Text(each.index), Text(each.table), index_status(each), Text(f"{each.quarantined:,}"))
+        table.add_row(Text(each.index), Text(one_line(each.table)), index_status(each), Text(f"{each.quarantined:,}"))
     return table
 
 
@@ -356,7 +376,7 @@ def _print_tables(config: Config, driver: LeaseInfo | None, located: Sequence[tu
             phase = Text(each.phase, style=STYLES.get(each.phase, "yellow"))
             output = [Text(each.output)] * several
             place = [Text(location or "", overflow="fold")] * placed
-            table.add_row(Text(each.table), *output, phase, Text(each.position or ""), *place)
+            table.add_row(Text(one_line(each.table)), *output, phase, Text(each.position or ""), *place)
         print_unwrapped(console, table)
         console.print()
     for each in found:

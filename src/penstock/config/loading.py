@@ -124,6 +124,8 @@ class Config:
     log: LogChoice = field(default_factory=LogChoice)
     server: ServerChoice | None = None
     """The HTTP server; None if there is none."""
+    traces: str | None = None
+    """The base URL of a collector for traces; None if there is none."""
     state_url: str = field(repr=False, default="memory:")
     secrets: frozenset[str] = field(repr=False, default=frozenset())
     """Values from the environment, which must not be shown."""
@@ -325,6 +327,7 @@ def _build(path: Path | None, folder: Path, file: ConfigFile, secrets: frozenset
         copy_tasks=file.copy_.max_connections,
         log=LogChoice(file.log.level, file.log.format),
         server=_server_choice(file, folder),
+        traces=None if file.telemetry is None else file.telemetry.endpoint,
         state_url=_state_url(file, folder, spool),
         secrets=secrets,
     )

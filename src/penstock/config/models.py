@@ -9,7 +9,16 @@ import re
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 from penstock.changes.transform import TRANSFORM
 from penstock.config.units import Duration, Size
@@ -279,11 +288,25 @@ class ServerSection(Section):
     tls_certificate: str | None = None
     tls_key: str | None = None
 
+    @field_validator("token")
+    @classmethod
+    def _fits_a_header(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and not re.fullmatch("[!-~]*", token.get_secret_value()):
+            raise ValueError("should be printable ASCII without spaces and line breaks, or no request can carry it")
+        return token
+
     @model_validator(mode="after")
     def _need_both(self) -> ServerSection:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key need each other")
         return self
+
+
+class TelemetrySection(Section):
+    """Traces for OpenTelemetry."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")]
+    """The base URL of a collector that takes OTLP over HTTP; credentials belong into OTEL_EXPORTER_OTLP_HEADERS."""
 
 
 class ConfigFile(Section):
@@ -314,6 +337,8 @@ class ConfigFile(Section):
     log: LogSection = LogSection()
     server: ServerSection | None = None
     """None: there is no server."""
+    telemetry: TelemetrySection | None = None
+    """None: no traces are sent."""
 
     @model_validator(mode="after")
     def _need_a_managed_publication(self) -> ConfigFile:
@@ -342,7 +367,10 @@ class ConfigFile(Section):
         if self.polling is not None and self.destination:
             raise ValueError("[polling] is only for documents: a [destination] needs logical decoding")
         if self.polling is not None and self.server is not None:
-            raise ValueError("[server] needs logical decoding: it cannot be combined with [polling]")
+            raise ValueError(
+                "[server] shows a stream of changes, and [polling] has none: remove one of them; "
+                "`penstock status` and `penstock index list` need no server"
+            )
         if self.sink is not None and not self.index:
             raise ValueError("[sink] needs an [[index]]")
         if self.index and any(each.name == DOCUMENTS_OUTPUT for each in self.destination):

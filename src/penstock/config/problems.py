@@ -28,15 +28,15 @@ def problems_error(name: str, problems: list[str], hint: str = REFERENCE) -> Con
     return ConfigError(f"{name} has {len(problems)} errors:{listed}", hint=hint)
 
 
-def explain(error: ValidationError) -> Iterator[str]:
-    """Yield what the validator found, each with its key; some more than once."""
+def explain(error: ValidationError, root: type[BaseModel] = ConfigFile) -> Iterator[str]:
+    """Yield what the validator of `root` found, each with its key; some more than once."""
     for problem in error.errors(include_input=False, include_url=False, include_context=False):
         # The index of a destination; mostly there is one.
         parts = [str(part) for part in problem["loc"] if part != 0]
         where = join("", *parts)
         match problem["type"]:
             case "extra_forbidden":
-                yield f"{where}: there is no such key{_nearest(parts)}"
+                yield f"{where}: there is no such key{_nearest(parts, root)}"
             case "missing":
                 yield f"{where}: is missing"
             case "value_error" if not parts:
@@ -71,9 +71,9 @@ def _plain(kind: str, message: str) -> str:
             return message
 
 
-def _nearest(parts: list[str]) -> str:
+def _nearest(parts: list[str], root: type[BaseModel]) -> str:
     """A known key that resembles the last of these, in its own section or in another one."""
-    model: type[BaseModel] | None = ConfigFile
+    model: type[BaseModel] | None = root
     is_named = False
     for part in parts[:-1]:
         if is_named or part.isdigit():  # the name of a table or column, or the index in a list
@@ -87,7 +87,7 @@ def _nearest(parts: list[str]) -> str:
     found = difflib.get_close_matches(parts[-1], known, n=1)
     if found:
         return f'; did you mean "{found[0]}"?'
-    elsewhere = [section for section, inner in _keys(ConfigFile).items() if inner and parts[-1] in _keys(inner)]
+    elsewhere = [section for section, inner in _keys(root).items() if inner and parts[-1] in _keys(inner)]
     if elsewhere:
         return f"; it belongs to [{elsewhere[0]}]"
     return f"; known here: {', '.join(known)}"

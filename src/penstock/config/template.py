@@ -147,4 +147,10 @@ tables = {tables}
 
 [destination]
 type = {type}
-{path}{options}"""
+{path}{options}
+# Health checks, metrics for Prometheus and a page for people; needs: pip install 'penstock[web]'.
+# [server]
+# port = 8321
+# Allows actions, such as pause, resync and verify. Without it, everything can be seen and nothing done.
+# token = "${{PENSTOCK_TOKEN}}"
+"""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
@@ -50,6 +50,7 @@ from penstock.documents.writer import (
     DocumentWriter,
 )
 from penstock.errors import PenstockError
+from penstock.observe.batches import BatchRecord, spanned
 from penstock.observe.tally import Tally
 from penstock.sinks.base import Sink
 from penstock.state import MemoryStore, Store
@@ -114,6 +115,7 @@ class Engine:
         runs_here = not sink.runs_in_tasks or documents.for_tasks() is None
         if tasks is None or (runs_here and not isinstance(tasks, ProcessTasks)):
             tasks = ProcessTasks()
+        self._tally = tally or Tally()
         self.rejections = Rejections(self.settings.failure_policies, quarantine, self._observer, tally)
         self.builds = Builds(self.store, are_durable=store is not None)
         self.readiness = Readiness(self.builds, sink, skip_backfill=self.settings.skip_backfill)
@@ -341,29 +343,41 @@ class Engine:
 
     def _commit(self, batch: Sequence[Change], scope: frozenset[str] | None, receiver: Receiver) -> None:
         """Make all documents that changes affect durable, or store them as work for later; then confirm."""
+        with self._tally.batches.recorded("documents") as record:
+            record.position = str(batch[-1].position or "")
+            record.rows = sum(each.count for each in batch)
+            self._commit_recorded(batch, scope, receiver, record)
+
+    def _commit_recorded(
+        self, batch: Sequence[Change], scope: frozenset[str] | None, receiver: Receiver, record: BatchRecord
+    ) -> None:
         caught_up = receiver.is_empty
         changes = merge_changes([each.changes for each in batch])
-        resolution = self.documents.resolve(changes, scope)
+        with spanned("build"):
+            resolution = self.documents.resolve(changes, scope)
         with self.writer.generations.writing():  # a build that is wrong must not begin to serve meanwhile
             self._want_builds(changes, resolution)
         if not self.builds.are_durable and scope is None:
             self._build_wanted()
         many: list[Question] = []
-        documents, rejections = self.writer.write(self._affected(resolution, many))
-        started = time.monotonic()
-        with self.writer.sink.lock:
-            report = self.writer.sink.sink.flush(caught_up)
-        seconds = time.monotonic() - started
+        with spanned("write"):
+            documents, rejections = self.writer.write(self._affected(resolution, many))
+            record.operations = Counter(document=documents.total())
+            started = time.monotonic()
+            with spanned("commit"), self.writer.sink.lock:
+                report = self.writer.sink.sink.flush(caught_up)
+            seconds = time.monotonic() - started
         # Decides about all before it acts on one: a batch delivered again must not be counted twice.
         self.rejections.handle([*rejections, *report.rejections], batch[-1].position)
         self.fan_outs.add(many, fingerprints_of(self.documents))
         failpoints.reach("after_documents")
-        self.documents.remember(resolution)
-        failpoints.reach("after_links")
-        # The last one first: a source that moves its position past confirmed changes stores it once.
-        for each in reversed(batch):
-            each.ack.confirm()
-        count = sum(each.count for each in batch)
+        with spanned("record"):
+            self.documents.remember(resolution)
+            failpoints.reach("after_links")
+            # The last one first: a source that moves its position past confirmed changes stores it once.
+            for each in reversed(batch):
+                each.ack.confirm()
+        count = record.rows
         if count or documents:
             self._observer.on_batch_committed(BatchStatistics(count, documents, seconds))
             logger.debug("batch committed changes=%d tables=%d", count, len(changes.rows))

@@ -74,6 +74,16 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
+class CaptureLook:
+    """Capture at one moment."""
+
+    state: str
+    """streaming, or why it is not."""
+    lag_bytes: int | None = None
+    lag_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class OutputLook:
     """The status of an output at one moment."""
 
@@ -96,6 +106,10 @@ class OutputLook:
     source_lost_since: float | None = None
     """When the source last answered, as Unix time, if it no longer does: the lag is unknown then."""
     headroom: Headroom = field(default_factory=Headroom)
+    """Of the stream that all outputs share."""
+    acknowledged: Behind | None = None
+    """How far the position is behind up to which the server may forget; None if that is unknown."""
+    capture: CaptureLook | None = None
     """Of the stream that all outputs share."""
 
     @property
@@ -158,6 +172,8 @@ class Progress:
         prefix: str = "",
         lost_since: Callable[[], float | None] = lambda: None,
         headroom: Callable[[], Headroom] = Headroom,
+        acknowledged: Callable[[ApplyStatus], Behind | None] = lambda status: None,
+        capture: Callable[[], CaptureLook | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefix` is put before notices, to name one of several outputs; `lost_since` is when the source went away."""
@@ -166,6 +182,8 @@ class Progress:
         self._prefix = prefix
         self._lost_since = lost_since
         self._headroom = headroom
+        self._acknowledged = acknowledged
+        self._capture = capture
         self._clock = clock
         self._ids: dict[str, int] = {}
         self._phases: dict[str, TableReplicationPhase] = {}
@@ -199,6 +217,7 @@ class Progress:
             for table, copy in copies.items()
             if isinstance(phases.get(table), DataSync) and copy.seconds is None
         )
+        lost_since = self._lost_since()
         look = OutputLook(
             output=self._pipeline.output,
             paused=self._pipeline.paused,
@@ -211,8 +230,10 @@ class Progress:
             indexes=indexes,
             error=_message(self._pipeline.error),
             outage=status.outage,
-            source_lost_since=self._lost_since(),
+            source_lost_since=lost_since,
             headroom=self._headroom(),
+            acknowledged=None if lost_since is not None else self._acknowledged(status),
+            capture=self._capture(),
         )
         return notices, look
 
@@ -343,6 +364,10 @@ class LastLook:
     """What is left of its room: the fields of `Room`."""
     wal: Mapping[str, Any] | None = None
     """The same, of WAL that the server retains for the slot."""
+    acknowledged_lag_bytes: int | None = None
+    acknowledged_lag_seconds: float | None = None
+    capture: Mapping[str, Any] | None = None
+    """The fields of `CaptureLook`."""
 
 
 class StatusFile:
@@ -400,6 +425,9 @@ class StatusFile:
             copies={copy.table: copy_facts(copy) for copy in look.copies},
             spool=None if look.headroom.spool is None else asdict(look.headroom.spool),
             wal=None if look.headroom.wal is None else asdict(look.headroom.wal),
+            acknowledged_lag_bytes=None if look.acknowledged is None else look.acknowledged.bytes,
+            acknowledged_lag_seconds=None if look.acknowledged is None else round(look.acknowledged.seconds, 1),
+            capture=None if look.capture is None else asdict(look.capture),
         )
 
 

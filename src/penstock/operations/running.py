@@ -29,8 +29,9 @@ from penstock.errors import PenstockError, Retry, with_hint
 from penstock.headroom import Headroom
 from penstock.lsn import Lsn, reaches
 from penstock.observe import scrub
+from penstock.observe.traces import Traces, require_traces, tracing
 from penstock.operations.lag import Behind, LagWatch
-from penstock.operations.progress import Notice, OutputLook, Progress, StatusFile
+from penstock.operations.progress import CaptureLook, Notice, OutputLook, Progress, StatusFile
 from penstock.operations.readiness import require_ready
 from penstock.operations.signals import Ending
 from penstock.operations.stores import require_stopped
@@ -58,8 +59,17 @@ def say_nothing(text: str) -> None:
 class Running:
     """A pipeline that runs in this process."""
 
-    def __init__(self, config: Config, coordinator: Coordinator, tasks: Any, spark: Any, lag: LagWatch) -> None:
+    def __init__(
+        self,
+        config: Config,
+        coordinator: Coordinator,
+        tasks: Any,
+        spark: Any,
+        lag: LagWatch,
+        traces: Traces | None = None,
+    ) -> None:
         self.config = config
+        self._traces = traces
         self.tasks = tasks
         self._spark = spark
         self._coordinator = coordinator
@@ -72,12 +82,16 @@ class Running:
         """The last events, with their times."""
 
     def _watch(self, output: RunningOutput) -> Progress:
+        if self._traces is not None:
+            self._traces.follow(output.output, output.tally.batches)
         return Progress(
             output,
             lambda status: self._lag.behind(status.applied, status.last_commit_time),
             prefix=self.named(output, ""),
             lost_since=lambda: self._lag.lost_since,
             headroom=lambda: self._coordinator.headroom,
+            acknowledged=lambda status: self._lag.behind(status.acknowledged, status.last_commit_time),
+            capture=self._look_at_capture,
         )
 
     @property
@@ -101,6 +115,21 @@ class Running:
         return self._coordinator.capture
 
     @property
+    def received(self) -> Behind | None:
+        """How far capture is behind the server; None if that is unknown."""
+        captured = None if self.capture is None else self.capture.captured
+        return None if captured is None else self._lag.behind(captured, 0)
+
+    def _look_at_capture(self) -> CaptureLook | None:
+        capture = self.capture
+        if capture is None:
+            return None
+        lag = self.received if self._lag.lost_since is None else None
+        if lag is None:
+            return CaptureLook(capture.reading.value)
+        return CaptureLook(capture.reading.value, lag.bytes, round(lag.seconds, 1))
+
+    @property
     def headroom(self) -> Headroom:
         """What the spool and the server's WAL have left."""
         return self._coordinator.headroom
@@ -109,10 +138,6 @@ class Running:
     def source_age(self) -> float:
         """Seconds since the source last answered."""
         return self._lag.age
-
-    def behind(self, position: Lsn, last_commit_time: int = 0) -> Behind | None:
-        """How far a position is behind the server; None if that is unknown."""
-        return self._lag.behind(position, last_commit_time)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until all outputs have ended, and raise the error of one that failed; False if they have not in time."""
@@ -218,6 +243,7 @@ def started(config: Config, ending: Ending | None = None, say: Say = say_nothing
 
 @contextmanager
 def _started(config: Config, ending: Ending, say: Say) -> Iterator[Running]:
+    require_traces(config.traces)
     destinations = {output.name: config.create_destination(output) for output in config.outputs}
     sink = None if config.documents is None else config.documents.create_sink()
     with ExitStack() as stack:
@@ -227,7 +253,11 @@ def _started(config: Config, ending: Ending, say: Say) -> Iterator[Running]:
             require_stopped(config, store)
         with ending.interruptible():
             require_ready(config)
-        with started_tasks(config, say) as (tasks, spark), ExitStack() as serving:
+        with (
+            started_tasks(config, say) as (tasks, spark),
+            ExitStack() as serving,
+            tracing(config.traces, config.pipeline.id) as traces,
+        ):
             outputs: list[Output] = [
                 TablesOutput(
                     *(output.settings, stores[output.name], destinations[output.name], tasks),
@@ -245,7 +275,7 @@ def _started(config: Config, ending: Ending, say: Say) -> Iterator[Running]:
                 with ending.interruptible():
                     coordinator.start()
                 with LagWatch(config.pipeline.source) as lag:
-                    running = Running(config, coordinator, tasks, spark, lag)
+                    running = Running(config, coordinator, tasks, spark, lag, traces)
                     say(_greeting(running, [destination.name for destination in destinations.values()]))
                     yield running
             finally:

@@ -22,7 +22,7 @@ from penstock.errors import RESYNC, Retry, SourceError, for_table
 from penstock.headroom import Room
 from penstock.lsn import Lsn, distance, furthest
 from penstock.observe import scrub
-from penstock.operations.progress import LastLook, StatusFile, format_time
+from penstock.operations.progress import CaptureLook, LastLook, StatusFile, format_time
 from penstock.operations.status_model import (
     IndexState,
     LeftOutTable,
@@ -96,6 +96,7 @@ def pipeline_status(
         last_run=None if driver is not None else _last_run(looks),
         spool=next((Room(**each.spool) for each in live if each.spool is not None), None),
         supervisor=_supervisor(config),
+        capture=next((CaptureLook(**each.capture) for each in live if each.capture is not None), None),
         driver=driver,
     )
     return replace(found, problems=tuple(_problems(found)))
@@ -311,6 +312,8 @@ def _output(
         failing=None if outage is None else outage.reason,
         failing_since=None if outage is None else format_time(outage.since),
         hint=None if outage is None else outage.hint,
+        acknowledged_lag_bytes=None if live is None or server is None else live.acknowledged_lag_bytes,
+        acknowledged_lag_seconds=None if live is None or server is None else live.acknowledged_lag_seconds,
         tables=tuple(
             replace(
                 _table(state, live, sizes.get(state.id), stored.phases_known),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.headroom import Room
+from penstock.operations.progress import CaptureLook
 from penstock.state import LeaseInfo
 
 
@@ -150,6 +151,9 @@ class OutputStatus:
     """Why nothing can be written, while that is retried."""
     failing_since: str | None = None
     hint: str | None = None
+    acknowledged_lag_bytes: int | None = None
+    """How far the position is behind up to which the server may forget; None if it does not run on this machine."""
+    acknowledged_lag_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,8 @@ class PipelineStatus:
     """What is left of the spool's room, and how long it lasts; None if the pipeline does not run here."""
     supervisor: SupervisorStatus | None = None
     """None without one, and if it runs on another machine."""
+    capture: CaptureLook | None = None
+    """What capture does, and how far it is behind the server; None if the pipeline does not run here."""
     problems: tuple[str, ...] = ()
     """What needs attention; `penstock status` exits with 3 if there is something."""
     driver: LeaseInfo | None = field(repr=False, default=None)

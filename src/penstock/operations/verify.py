@@ -21,7 +21,7 @@ from penstock.operations.running import POLL_SECONDS, Running, Say, say_nothing,
 from penstock.operations.signals import Ending
 from penstock.operations.stores import choose_tables, chosen_outputs, existing_store, require_shared_state, running
 from penstock.spool.folder import SpoolFolder, read_file, replace_file
-from penstock.state import Store
+from penstock.state import Store, this_user
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,10 @@ EQUAL, DIFFERENT, NOT_COMPARED = 0, 1, 2
 _RESULTS = {EQUAL: "equal", DIFFERENT: "different", NOT_COMPARED: "not compared"}
 _ROW_KINDS = ("equal", "missing", "extra", "changed", "unsettled")
 _REMEMBERED = 20
+_REMEMBERED_TABLES = 100
+"""Of each output in each comparison."""
+_REMEMBERED_ROWS = 100
+_KEY_CHARACTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class VerifyRequest:
     """Names or patterns; empty for all."""
     output: str | None = None
     options: VerifySettings = field(default_factory=VerifySettings)
+    requested_by: str | None = None
+    """Who asked, if not this user."""
 
     @cached_property
     def unreadable(self) -> Mapping[str, str]:
@@ -106,17 +112,27 @@ def verify_pipeline(
     # Check all outputs first, so that one that cannot be compared is refused before anything starts.
     are_running = [_is_running(request, each) for each in request.outputs]
     if all(are_running):
-        found: dict[str, Report] = {}
-        with started_tasks(config, say) as (tasks, spark):
-            with ending.interruptible():
-                tasks = _all_cores(tasks, spark, say)
-            for each in request.outputs:
-                with config.open_store(each) as store, observing() as observer:
-                    found[each.name] = _compare(request, each, store, tasks, ending, observer)
-        return _remembered(config, VerifyReport(found, request.unreadable))
+        return verify_elsewhere(request, ending, say, observing)
     say(f"pipeline {config.pipeline.id} is not running: starting it for the comparison")
     with started(config, ending, say) as pipeline:
         return verify_running(request, pipeline, ending, observing)
+
+
+def verify_elsewhere(
+    request: VerifyRequest,
+    ending: Ending,
+    say: Say = say_nothing,
+    observing: Callable[[], AbstractContextManager[Observer]] = lambda: nullcontext(Observer()),
+) -> VerifyReport:
+    """Compare the tables of a pipeline that runs in another process."""
+    config, found = request.config, dict[str, Report]()
+    with started_tasks(config, say) as (tasks, spark):
+        with ending.interruptible():
+            tasks = _all_cores(tasks, spark, say)
+        for each in request.outputs:
+            with config.open_store(each) as store, observing() as observer:
+                found[each.name] = _compare(request, each, store, tasks, ending, observer)
+    return _remembered(request, VerifyReport(found, request.unreadable))
 
 
 def verify_running(
@@ -133,11 +149,18 @@ def verify_running(
             with observing() as observer:
                 store, check = pipeline.stores[each.name], partial(pipeline.check, each.name)
                 found[each.name] = _compare(request, each, store, pipeline.tasks, ending, observer, check)
-    return _remembered(request.config, VerifyReport(found, request.unreadable))
+    return _remembered(request, VerifyReport(found, request.unreadable))
+
+
+def require_comparable(request: VerifyRequest, stores: Mapping[str, Store]) -> None:
+    """Raise what can be known before a comparison starts: no such output or table, or nothing that can be read back."""
+    require_shared_state(request.config)
+    for each in request.outputs:
+        choose_tables(request.config, stores[each.name], request.tables)
 
 
 def verifications(spool: Path) -> list[dict[str, Any]]:
-    """Return what the last comparisons on this machine found, oldest first: results and counts, never rows."""
+    """Return what the last comparisons on this machine found, oldest first: counts and keys, never other cells."""
     try:
         return list((read_file(SpoolFolder(spool).verified) or {}).get("runs", ()))
     except (OSError, ValueError, AttributeError) as error:
@@ -145,23 +168,61 @@ def verifications(spool: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _remembered(config: Config, report: VerifyReport) -> VerifyReport:
-    """Keep the result for the server of the pipeline (`penstock.server`); a full disk is not an error here."""
-    spool = config.pipeline.spool.path
+def remember_failure(request: VerifyRequest, reason: str) -> None:
+    """Keep that a comparison failed, and why."""
+    _remember(request, {"result": _RESULTS[NOT_COMPARED], "reason": reason, "outputs": {}})
+
+
+def _remembered(request: VerifyRequest, report: VerifyReport) -> VerifyReport:
     outputs = {
         name: {
+            "position": str(each.position),
+            "sample": each.sample,
             "tables": dict(Counter(table.result for table in each.tables)),
             "rows": {kind: sum(getattr(table.counts, kind) for table in each.tables) for kind in _ROW_KINDS},
-            "different": [table.table for table in each.tables if table.result == "different"][:100],
+            "different": [table.table for table in each.tables if table.result == "different"][:_REMEMBERED_TABLES],
+            "found": _findings(each),
         }
         for name, each in report.outputs.items()
     }
-    run = {"at": time.time(), "result": _RESULTS[report.exit_code], "outputs": outputs}
+    _remember(
+        request,
+        {"result": _RESULTS[report.exit_code], "outputs": outputs, "unreadable": dict(report.unreadable)},
+    )
+    return report
+
+
+def _findings(report: Report) -> list[dict[str, Any]]:
+    """The tables that are not equal, those that differ first, with keys of some rows; never with other cells."""
+    unequal = [table for table in report.tables if table.result != "equal"]
+    unequal.sort(key=lambda table: table.result != "different")
+    found: list[dict[str, Any]] = []
+    left = _REMEMBERED_ROWS
+    for table in unequal[:_REMEMBERED_TABLES]:
+        rows = [
+            {
+                "kind": each.kind.value,
+                "key": {
+                    name: None if value is None else str(value)[:_KEY_CHARACTERS] for name, value in each.key.items()
+                },
+                "columns": list(each.columns),
+            }
+            for each in table.differences[:left]
+        ]
+        left -= len(rows)
+        found.append({**table.to_json(), **({} if table.reason is not None else {"differences": rows})})
+    return found
+
+
+def _remember(request: VerifyRequest, run: Mapping[str, Any]) -> None:
+    """Keep a result for the server of the pipeline (`penstock.server`); a full disk is not an error here."""
+    spool, now = request.config.pipeline.spool.path, time.time()
+    about = {"id": f"{now * 1000:.0f}", "at": now, "requested_by": request.requested_by or this_user()}
     try:
-        replace_file(SpoolFolder(spool).verified, {"runs": [*verifications(spool)[1 - _REMEMBERED :], run]})
+        runs = [*verifications(spool)[1 - _REMEMBERED :], {**about, **run}]
+        replace_file(SpoolFolder(spool).verified, {"runs": runs})
     except OSError as error:
         logger.debug("the result of a comparison was not kept error=%s", error)
-    return report
 
 
 def _is_running(request: VerifyRequest, output: OutputChoice) -> bool:

@@ -19,22 +19,27 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from penstock.comparison.compare import CompareSettings
+from penstock.comparison.verification import VerifySettings
 from penstock.config.problems import explain
 from penstock.errors import ConfigError, PenstockError, StateError
 from penstock.observe import redact, scrub
 from penstock.operations.commands import send_command
 from penstock.operations.status_model import status_facts
-from penstock.operations.verify import verifications
+from penstock.operations.verify import VerifyRequest, verifications
 from penstock.server.guarding import Refused
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.monitor import Monitor, describe
-from penstock.server.openapi import CommandRequest, RetryRequest, make_document
+from penstock.server.openapi import TABLE_QUERY, CommandRequest, RetryRequest, VerifyBody, make_document
 from penstock.server.views import (
+    batch_list,
     command_log,
     error_list,
     output_list,
@@ -42,6 +47,7 @@ from penstock.server.views import (
     quarantined,
     table_page,
     table_rows,
+    verification_list,
 )
 from penstock.state import CommandKind, CommandStatus
 from penstock.state.quarantine import Quarantine
@@ -58,10 +64,23 @@ ACTION_SECONDS = 3.0
 _PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
 
 Read = Callable[[Request], Any]
+Make = Callable[[Request], Response]
+Key = tuple[str | None, ...]
+"""The path of a kept answer, and the values of its parameters."""
+
+
+class NameConvertor(PathConvertor):
+    """The rest of a path: names of tables have slashes and line breaks, which Starlette's own `path` does not match."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("name", NameConvertor())
 
 
 def make_app(monitor: Monitor) -> Starlette:
@@ -77,7 +96,9 @@ class Routes:
         self._config = monitor.config
         self._metrics = Metrics(monitor)
         self._document = make_document()
-        self._kept: dict[str, tuple[float, Response]] = {}
+        self._kept: dict[Key, tuple[float, Response]] = {}
+        self._making: dict[Key, asyncio.Future[Response]] = {}
+        """Answers that are being made."""
         self._streams = 0
 
     def all(self) -> list[Route]:
@@ -93,16 +114,20 @@ class Routes:
             Route(f"{api}/status", self._json(lambda _: status_facts(self._monitor.status()))),
             Route(f"{api}/pipeline", self._json(lambda _: pipeline_summary(self._monitor))),
             Route(f"{api}/outputs", self._json(lambda _: output_list(self._monitor))),
-            Route(f"{api}/tables", self._json(self._tables)),
-            Route(f"{api}/tables/{{table:path}}", self._json(self._table)),
+            Route(f"{api}/tables", self._json(self._tables, *TABLE_QUERY)),
+            Route(f"{api}/tables/{{table:name}}", self._json(self._table, "output")),
             Route(f"{api}/indexes", self._json(self._indexes)),
             Route(f"{api}/indexes/{{index}}/quarantine", self._quarantine),
             Route(f"{api}/indexes/{{index}}/quarantine/retry", self._retry, methods=["POST"]),
             Route(f"{api}/errors", self._json(lambda _: {"errors": error_list(self._monitor)})),
             Route(f"{api}/history", self._json(lambda _: {"history": self._monitor.history})),
+            Route(f"{api}/batches", self._json(self._batches, "output", "limit")),
             Route(f"{api}/events", self._json(lambda _: {"events": self._monitor.events})),
-            Route(f"{api}/verifications", self._json(self._verifications)),
-            Route(f"{api}/commands", self._commands, methods=["GET", "POST"]),
+            Route(f"{api}/verifications", self._json(lambda _: verification_list(self._runs())), methods=["GET"]),
+            Route(f"{api}/verifications", self._verify, methods=["POST"]),
+            Route(f"{api}/verifications/{{id}}", self._verification),
+            Route(f"{api}/commands", self._json(lambda _: {"commands": command_log(self._monitor)}), methods=["GET"]),
+            Route(f"{api}/commands", self._command, methods=["POST"]),
             Route(f"{api}/stream", self._stream),
         ]
 
@@ -118,24 +143,48 @@ class Routes:
 
     # Reading
 
-    def _kept_answer(self, make: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+    def _kept_answer(self, make: Make, *parameters: str) -> Callable[[Request], Awaitable[Response]]:
+        """Answer requests by `make`, once a second for each combination of values of these parameters.
+
+        A path without parameters has one answer. Nothing else that a client chooses makes another one.
+        """
+
         async def answer(request: Request) -> Response:
-            # Without the host, which has no influence: many names must not mean many answers.
-            key = f"{request.url.path}?{request.url.query}"
-            known = self._kept.get(key)
+            query = request.query_params
+            if parameters and (unknown := sorted(query.keys() - set(parameters))):
+                raise Refused(400, f"unknown parameter: {unknown[0][:50]}")
+            # Not the path of the URL, which ends at a "?" in a name.
+            key = (request.scope["path"], *(query.get(name) for name in parameters))
+            kept, making = self._kept, self._making
+            known = kept.get(key)
             if known is not None and time.monotonic() - known[0] < KEPT_SECONDS:
                 return known[1]
-            with _errors_for_clients(self._monitor):
-                made = await run_in_threadpool(make, request)
-            while len(self._kept) >= KEPT_ANSWERS:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = (time.monotonic(), made)
-            return made
+            made = making.get(key)
+            if made is None:
+                made = making[key] = asyncio.ensure_future(self._make(key, make, request, kept))
+                made.add_done_callback(lambda _: making.pop(key))
+            # Others wait for it, too: a client that leaves must not end it.
+            return await asyncio.shield(made)
 
         return answer
 
-    def _json(self, read: Read) -> Callable[[Request], Awaitable[Response]]:
-        return self._kept_answer(lambda request: JSONResponse(self._monitor.discreet(read(request))))
+    async def _make(self, key: Key, make: Make, request: Request, kept: dict[Key, tuple[float, Response]]) -> Response:
+        with _errors_for_clients(self._monitor):
+            made = await run_in_threadpool(make, request)
+        while len(kept) >= KEPT_ANSWERS:
+            kept.pop(next(iter(kept)))
+        kept[key] = (time.monotonic(), made)
+        return made
+
+    def _forget_answers(self) -> None:
+        """Discard kept answers after an action, and those that are being made: they may be from before it."""
+        self._kept, self._making = {}, {}
+
+    def _json(self, read: Read, *parameters: str) -> Callable[[Request], Awaitable[Response]]:
+        return self._kept_answer(lambda request: JSONResponse(self._monitor.discreet(read(request))), *parameters)
+
+    def _batches(self, request: Request) -> dict[str, Any]:
+        return batch_list(self._monitor, request.query_params)
 
     def _tables(self, request: Request) -> dict[str, Any]:
         return table_rows(self._monitor, dict(request.query_params))
@@ -147,33 +196,38 @@ class Routes:
         outputs = self._monitor.status().outputs
         return {"indexes": [asdict(index) for output in outputs for index in output.indexes]}
 
-    def _verifications(self, request: Request) -> dict[str, Any]:
-        return {"verifications": verifications(self._config.pipeline.spool.path)[::-1]}
+    def _runs(self) -> list[dict[str, Any]]:
+        return verifications(self._config.pipeline.spool.path)[::-1]
+
+    async def _verification(self, request: Request) -> Response:
+        """One comparison with the keys of rows, which need the token."""
+        request.scope["check_token"]("the keys of rows need the token")
+        runs = await run_in_threadpool(self._runs)
+        found = next((each for each in runs if each.get("id") == request.path_params["id"]), None)
+        if found is None:
+            raise Refused(404, "there is no such comparison; the last 20 are kept")
+        return JSONResponse(self._monitor.discreet(found))
 
     async def _quarantine(self, request: Request) -> Response:
         """List quarantined documents; their ids are values of keys, so this needs the token."""
-        if not request.scope["authorized"]:
-            raise Refused(401, "the ids of documents need the token", headers={"www-authenticate": "Bearer"})
+        request.scope["check_token"]("the ids of documents need the token")
         with _errors_for_clients(self._monitor):
             entries = await run_in_threadpool(self._quarantine_of(request).entries, request.path_params["index"])
         return JSONResponse(self._monitor.discreet(quarantined(entries)))
 
     # Actions
 
-    async def _commands(self, request: Request) -> Response:
-        if request.method != "POST":
-            with _errors_for_clients(self._monitor):
-                found = await run_in_threadpool(command_log, self._monitor)
-            return JSONResponse(self._monitor.discreet({"commands": found}))
+    async def _command(self, request: Request) -> Response:
         asked = _parse(CommandRequest, await request.body())
-        who = f"HTTP client {request.client.host if request.client else 'unknown'}"
+        who = _client(request)
         logger.warning(
-            "action requested kind=%s output=%s tables=%s indexes=%s by=%s",
-            *(asked.kind, asked.output, ", ".join(asked.tables), ", ".join(asked.indexes), who),
+            # What the client chooses comes last: it cannot pretend to be another client.
+            "action requested by=%s kind=%s output=%s tables=%s indexes=%s",
+            *(who, asked.kind, asked.output, ", ".join(asked.tables), ", ".join(asked.indexes)),
         )
         with _errors_for_clients(self._monitor):
             sent = await run_in_threadpool(self._send, asked, who)
-        self._kept.clear()
+        self._forget_answers()
         refused = any(each["status"] == CommandStatus.REFUSED.value for each in sent)
         done = all(each["status"] == CommandStatus.DONE.value for each in sent)
         return JSONResponse(self._monitor.discreet({"commands": sent}), 409 if refused else 200 if done else 202)
@@ -207,15 +261,26 @@ class Routes:
 
     async def _retry(self, request: Request) -> Response:
         asked = _parse(RetryRequest, await request.body())
-        index, who = request.path_params["index"], request.client.host if request.client else "unknown"
+        index = request.path_params["index"]
         count = "all" if asked.ids is None else len(asked.ids)
         logger.warning(
-            "action requested kind=quarantine_retry index=%s documents=%s by=HTTP client %s", index, count, who
+            "action requested by=%s kind=quarantine_retry documents=%s index=%s", _client(request), count, index
         )
         with _errors_for_clients(self._monitor):
             retried = await run_in_threadpool(self._quarantine_of(request).retry, index, asked.ids)
-        self._kept.clear()
+        self._forget_answers()
         return JSONResponse({"index": index, "documents": len(retried)}, 202)
+
+    async def _verify(self, request: Request) -> Response:
+        asked = _parse(VerifyBody, await request.body())
+        who, tables = _client(request), ", ".join(asked.tables)
+        logger.warning("action requested by=%s kind=verify output=%s tables=%s", who, asked.output, tables)
+        options = VerifySettings(CompareSettings(sample=asked.sample))
+        wanted = VerifyRequest(self._config, asked.tables, asked.output, options, who)
+        with _errors_for_clients(self._monitor):
+            begun = await run_in_threadpool(self._monitor.verifying.start, wanted, self._monitor.running.stores)
+        self._forget_answers()
+        return JSONResponse({"verifying": asdict(begun)}, 202)
 
     def _quarantine_of(self, request: Request) -> Quarantine:
         with _errors_for_clients(self._monitor):
@@ -228,20 +293,35 @@ class Routes:
     async def _stream(self, request: Request) -> Response:
         if self._streams >= STREAMS:
             raise Refused(503, "too many pages follow this pipeline", headers={"retry-after": "10"})
-        return StreamingResponse(self._moments(), media_type="text/event-stream")
+        # Counted here and not by the iterator, which starts later: many that come at once must not pass together.
+        self._streams += 1
+        return _Stream(self._moments(), self._end_stream)
+
+    def _end_stream(self) -> None:
+        self._streams -= 1
 
     async def _moments(self) -> AsyncIterator[str]:
         """Send the last moment every second; a slow page misses some, and nothing piles up."""
-        self._streams += 1
+        yield "retry: 2000\n\n"
+        while not self._monitor.ending.is_set():
+            now = json.dumps(self._monitor.discreet(describe(self._monitor)))
+            yield f"event: now\ndata: {now}\n\n"
+            for _ in range(5):
+                await asyncio.sleep(0.0 if self._monitor.ending.is_set() else 0.2)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; says when they have ended, also if they have never begun."""
+
+    def __init__(self, content: AsyncIterator[str], ended: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            yield "retry: 2000\n\n"
-            while not self._monitor.ending.is_set():
-                now = json.dumps(self._monitor.discreet(describe(self._monitor)))
-                yield f"event: now\ndata: {now}\n\n"
-                for _ in range(5):
-                    await asyncio.sleep(0.0 if self._monitor.ending.is_set() else 0.2)
+            await super().__call__(scope, receive, send)
         finally:
-            self._streams -= 1
+            self._ended()
 
 
 @contextmanager
@@ -255,11 +335,17 @@ def _errors_for_clients(monitor: Monitor) -> Generator[None]:
         raise Refused(status, message, hint) from None
 
 
+def _client(request: Request) -> str:
+    return f"HTTP client {request.client.host if request.client else 'unknown'}"
+
+
 def _parse(model: type[Any], body: bytes) -> Any:
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
-        raise Refused(422, "; ".join(explain(error))) from None
+        if any(not each["loc"] and each["type"] != "value_error" for each in error.errors(include_input=False)):
+            raise Refused(422, "the body is not a JSON object") from None
+        raise Refused(422, "; ".join(explain(error, model))) from None
 
 
 def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 from penstock.config import ServerChoice
@@ -111,7 +112,8 @@ class Guard:
             # Only actions have a body. It is read whole, so that a slow client keeps nothing else waiting.
             body = await _read_body(receive, headers) if scope["method"] == "POST" else b""
             async with asyncio.timeout(None if scope["path"].endswith("/stream") else ANSWER_SECONDS):
-                await self._app({**scope, "authorized": self.is_authorized(headers)}, _Body(body, receive), answer)
+                check_token = partial(self.check_token, headers, _address(scope))
+                await self._app({**scope, "check_token": check_token}, _Body(body, receive), answer)
         except Refused as refused:
             text = "request refused status=%d method=%s path=%s client=%s reason=%s"
             path = one_line(scope["path"])[:200]
@@ -138,6 +140,23 @@ class Guard:
             return False
         return hmac.compare_digest(given.strip().encode(), token.encode())
 
+    def check_token(self, headers: Mapping[str, str], address: str, refusal: str) -> None:
+        """Raise `Refused` unless a request carries the token, or if its address has sent too many wrong ones.
+
+        Every path that needs the token calls this, or it would tell right tokens from wrong ones without a limit.
+        """
+        if self._choice.token is None:
+            raise Refused(403, f"{refusal}, and there is none", 'Set server.token = "${NAME}", a secret.')
+        wrong = self._wrong.get(address)
+        if wrong is not None and (seconds := wrong.wait()):
+            raise _too_many(seconds)
+        if not self.is_authorized(headers):
+            # Who sends none does not guess. Warnings are limited, too: nobody can fill the log with them.
+            if "authorization" in headers:
+                self._count_wrong(address)
+                logger.warning("a wrong token was refused client=%s", address)
+            raise Refused(401, refusal, "Send: Authorization: Bearer …", {"www-authenticate": "Bearer"})
+
     def _check_action(self, headers: Mapping[str, str], address: str) -> None:
         host = headers.get("host", "")
         origin = headers.get("origin", f"http://{host}").lower().partition("://")[2]
@@ -146,17 +165,7 @@ class Guard:
             raise Refused(403, "this request comes from another site")
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise Refused(403, "this request comes from another site")
-        if self._choice.token is None:
-            raise Refused(403, "actions are not enabled", 'Set server.token = "${NAME}", a secret.')
-        wrong = self._wrong.get(address)
-        if wrong is not None and (seconds := wrong.wait()):
-            raise _too_many(seconds)
-        if not self.is_authorized(headers):
-            self._count_wrong(address)
-            logger.warning("an action was refused: no token, or a wrong one client=%s", address)
-            raise Refused(
-                401, "actions need the token", "Send: Authorization: Bearer …", {"www-authenticate": "Bearer"}
-            )
+        self.check_token(headers, address, "actions need the token")
         if seconds := self._actions.wait():
             raise _too_many(seconds)
         self._actions.take()

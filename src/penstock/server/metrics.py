@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -171,7 +172,8 @@ class Metrics:
         yield lag
 
     def _verifications(self) -> Iterator[Metric]:
-        runs = verifications(self._monitor.config.pipeline.spool.path)
+        # One that failed says nothing about the tables.
+        runs = [run for run in verifications(self._monitor.config.pipeline.spool.path) if run["outputs"]]
         at = _gauge("penstock_verify_timestamp_seconds", "When `penstock verify` last ended on this machine.")
         tables = _gauge("penstock_verify_tables", "Tables of the last comparison, by result.", "output", "result")
         rows = _gauge("penstock_verify_rows", "Rows of the last comparison, by result.", "output", "result")
@@ -304,21 +306,21 @@ def children_memory(root: Path = Path("/proc")) -> int:
     total, waiting = 0, [str(os.getpid())]
     while waiting:
         process = waiting.pop()
-        try:
-            children = [
-                child
-                for each in (root / process / "task").iterdir()
-                for child in (each / "children").read_text().split()
-            ]
-        except OSError:  # it has ended
-            continue
-        for child in children:
+        for child in _children(root / process):
             try:
                 total += int((root / child / "statm").read_text().split()[1]) * page
             except (OSError, IndexError, ValueError):
                 continue
             waiting.append(child)
     return total
+
+
+def _children(process: Path) -> Iterator[str]:
+    """Yield the processes that the threads of a process have started; it, and each thread, may end meanwhile."""
+    with suppress(OSError):
+        for thread in list((process / "task").iterdir()):
+            with suppress(OSError):
+                yield from (thread / "children").read_text().split()
 
 
 def metric_names(text: str) -> set[str]:

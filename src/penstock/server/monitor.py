@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.capture import CaptureStatus, Reading
@@ -24,6 +25,7 @@ from penstock.operations.progress import OutputLook, format_time
 from penstock.operations.running import Running
 from penstock.operations.status import pipeline_status
 from penstock.operations.status_model import PipelineStatus
+from penstock.operations.verify_process import VerifyProcess
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ STATUS_SECONDS = 5.0
 """The status is at most this old when it is asked for, unless loading it takes long."""
 STATUS_SHARE = 4
 """Loading it takes at most a fifth of the time."""
+STATUS_PATIENCE = 1.0
+"""How long a client waits for a new status before it gets the last one: Prometheus gives up after some seconds."""
 
 _FREE_TEXT = frozenset({"reason", "solution", "hint", "error", "failing", "text", "last_run", "last_end", "blockers"})
 
@@ -100,7 +104,9 @@ class Monitor:
         self._history: deque[dict[str, Any]] = deque(maxlen=int(HISTORY_SECONDS / HISTORY_STEP))
         self._status: tuple[float, PipelineStatus] | None = None
         """The last status, and until when it is new enough."""
-        self._loading = threading.Lock()
+        self._lock = threading.Lock()
+        self._loading: Future[PipelineStatus] | None = None
+        self.verifying = VerifyProcess()
         self.ending = threading.Event()
         """Set when the pipeline stops: pages that follow it are let go."""
         self._stop = threading.Event()
@@ -114,6 +120,7 @@ class Monitor:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join(2)
+        self.verifying.stop()
 
     @property
     def is_ready(self) -> bool:
@@ -150,25 +157,37 @@ class Monitor:
         ]
 
     def status(self) -> PipelineStatus:
-        """The status, at most a few seconds old; slower while the source does not answer, and then older."""
+        """The status, at most a few seconds old; older if loading it takes longer than a client may wait."""
         known = self._status
         if known is not None and time.monotonic() < known[0]:
             return known[1]
-        # One loads it; the others take the last one meanwhile, if there is one.
-        if not self._loading.acquire(blocking=known is None):
-            assert known is not None
-            return known[1]
+        loading = self._load(known)
         try:
-            newest = self._status
-            if newest is None or newest is known:
-                begun = time.monotonic()
-                found = pipeline_status(self.config, running_here=self.running.outputs)
-                took = time.monotonic() - begun
-                # With thousands of tables, or while the source is slow, loading must not fill the time.
-                newest = self._status = (begun + took + max(STATUS_SECONDS, STATUS_SHARE * took), found)
-            return newest[1]
-        finally:
-            self._loading.release()
+            return loading.result(None if known is None else STATUS_PATIENCE)
+        except TimeoutError:
+            if known is None:
+                raise
+            return known[1]
+
+    def _load(self, known: tuple[float, PipelineStatus] | None) -> Future[PipelineStatus]:
+        """Load a status newer than this one, in a thread; all who ask meanwhile get the same."""
+        with self._lock:
+            if self._loading is None or (self._loading.done() and self._status is known):
+                self._loading = Future()
+                threading.Thread(target=self._finish, args=(self._loading,), name="status", daemon=True).start()
+            return self._loading
+
+    def _finish(self, loading: Future[PipelineStatus]) -> None:
+        begun = time.monotonic()
+        try:
+            found = pipeline_status(self.config, running_here=self.running.outputs)
+        except BaseException as error:
+            loading.set_exception(error)
+            return
+        took = time.monotonic() - begun
+        # With thousands of tables, or while the source is slow, loading must not fill the time.
+        self._status = (begun + took + max(STATUS_SECONDS, STATUS_SHARE * took), found)
+        loading.set_result(found)
 
     def discreet(self, value: Any, name: str = "") -> Any:
         """Remove secrets from free text in plain values; names and numbers stay as they are."""
@@ -199,7 +218,7 @@ class Monitor:
         looked_at, looks = self.running.last
         capture = self.running.capture
         captured = None if capture is None else capture.captured
-        received = None if captured is None else self.running.behind(captured)
+        received = self.running.received
         outputs = tuple(self._output(now, look) for look in looks)
         idle = received is None or received.bytes == 0
         stuck = self._unmoved_seconds("", now, captured, is_idle=idle)
@@ -215,8 +234,6 @@ class Monitor:
         return Moment(now, capture, received, outputs, tuple(unready))
 
     def _output(self, now: float, look: OutputLook) -> OutputMoment:
-        status = next((each.status for each in self.running.outputs if each.output == look.output), None)
-        acknowledged = None if status is None else self.running.behind(status.acknowledged, status.last_commit_time)
         copied = sum(copy.bytes_done for copy in look.copies)
         position = (str(look.applied), look.changes, copied)
         # While the source is away, nothing new arrives: that is not this output's fault.
@@ -231,7 +248,7 @@ class Monitor:
             changes=look.changes,
             changes_per_second=round(look.changes_per_second, 1),
             applied=look.lag,
-            acknowledged=acknowledged if look.source_lost_since is None else None,
+            acknowledged=look.acknowledged,
             phases=phases,
             copied_bytes=copied,
             unmoved_seconds=self._unmoved_seconds(look.output, now, position, is_idle=idle),
@@ -242,12 +259,14 @@ class Monitor:
 
 
 def unready_reasons(outputs: Sequence[OutputMoment], ready_lag: float) -> list[str]:
-    """Say why outputs are not ready: stopped, paused, waiting, stalled, or too far behind."""
+    """Say why outputs are not ready: stopped, paused, waiting, without a table, stalled, or too far behind."""
     found: list[str] = []
     for each in outputs:
         lag = each.applied
         if each.state != "streaming":
             found.append(f"{each.output}: {each.state}")
+        elif set(each.phases) == {"errored"}:
+            found.append(f"{each.output}: every table has stopped")
         elif lag is not None and each.unmoved_seconds > STALL_SECONDS:
             what = f"nothing was applied for {format_seconds(each.unmoved_seconds)}"
             found.append(f"{each.output}: {what}, and {format_bytes(lag.bytes)} of WAL wait")
@@ -276,7 +295,7 @@ def describe(monitor: Monitor) -> dict[str, Any]:
     """The last moment as plain values, for the API and the page."""
     moment = monitor.moment
     capture = moment.capture
-    headroom = monitor.running.headroom
+    headroom, verifying = monitor.running.headroom, monitor.verifying.progress
     return {
         "at": round(moment.at, 1),
         "pipeline": monitor.config.pipeline.id,
@@ -302,6 +321,7 @@ def describe(monitor: Monitor) -> dict[str, Any]:
             }
             for each in moment.outputs
         ],
+        "verifying": None if verifying is None else asdict(verifying),
     }
 
 

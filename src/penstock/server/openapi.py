@@ -43,7 +43,20 @@ class RetryRequest(BaseModel):
     """Ids of documents; all of the index by default."""
 
 
-_TABLE_QUERY = {
+class VerifyBody(BaseModel):
+    """What to compare with the source."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    output: str | None = None
+    """One output; all by default."""
+    tables: _Names = []
+    """Names or patterns; all by default."""
+    sample: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of the rows to compare."""
+
+
+TABLE_QUERY = {
     "search": "part of the name",
     "phase": "one phase",
     "output": "one output",
@@ -57,14 +70,21 @@ _READS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     ("/pipeline", "The status without single tables: source, slot, spool, outputs, problems.", "", {}),
     ("/status", "What `penstock status --json` prints.", "", {}),
     ("/outputs", "Every output, with the number of its tables and indexes.", "OutputStatus", {}),
-    ("/tables", "Tables: phase, rows, lag, and the last error with its remedy.", "TableStatus", _TABLE_QUERY),
-    ("/tables/{table}", "A table: status, history of phases, versions of its schema.", "TableStatus", {"output": ""}),
+    ("/tables", "Tables: phase, rows, lag, and the last error with its remedy.", "TableStatus", TABLE_QUERY),
+    (
+        "/tables/{table}",
+        "A table: status, last batches, history of phases, schemas.",
+        "TableStatus",
+        {"output": ""},
+    ),
     ("/indexes", "Search indexes and their builds.", "IndexState", {}),
     ("/indexes/{index}/quarantine", "Rejected documents. Needs the token: ids are values of keys.", "", {}),
     ("/errors", "Everything that needs attention, with what helps.", "", {}),
     ("/history", "Throughput and lag of the last hour, every five seconds.", "", {}),
+    ("/batches", "The last 200 batches of each output, newest first.", "", {"output": "", "limit": "at most 1000"}),
     ("/events", "The last 500 events, newest first.", "", {}),
-    ("/verifications", "What the last 20 runs of `penstock verify` on this machine found, newest first.", "", {}),
+    ("/verifications", "What the last 20 comparisons on this machine found, newest first.", "", {}),
+    ("/verifications/{id}", "One of them, with the keys of some rows. Needs the token.", "", {}),
     ("/commands", "Commands and their answers, newest first.", "", {}),
     ("/stream", "Server-sent events: `now` every second.", "", {}),
     ("/openapi.json", "This document.", "", {}),
@@ -72,6 +92,7 @@ _READS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 _WRITES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("/commands", "Send a command. 200: done; 202: accepted; 409: refused, with the reason.", CommandRequest),
     ("/indexes/{index}/quarantine/retry", "Build quarantined documents again and write them.", RetryRequest),
+    ("/verifications", "Compare tables with the source, as `penstock verify` does. 409 while it does.", VerifyBody),
 )
 
 
@@ -88,7 +109,7 @@ def make_document() -> dict[str, Any]:
             "summary": summary,
             "parameters": [*_path_parameters(path), *(_parameter(name, "query", text) for name, text in query.items())],
             "responses": {"200": _response(summary, schema), "default": {"description": "an error: `error`, `hint`"}},
-            **({"security": [{"token": []}]} if path.endswith("quarantine") else {}),
+            **({"security": [{"token": []}]} if path.endswith(("quarantine", "{id}")) else {}),
         }
     for path, summary, model in _WRITES:
         body = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
@@ -118,7 +139,7 @@ def _response(summary: str, schema: str) -> dict[str, Any]:
 
 
 def _path_parameters(path: str) -> list[dict[str, Any]]:
-    return [_parameter(name, "path", "") for name in ("table", "index") if f"{{{name}}}" in path]
+    return [_parameter(name, "path", "") for name in ("table", "index", "id") if f"{{{name}}}" in path]
 
 
 def _parameter(name: str, place: str, text: str) -> dict[str, Any]:

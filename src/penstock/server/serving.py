@@ -13,9 +13,10 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from penstock.config import Config, ServerChoice
 from penstock.errors import ConfigError
@@ -26,11 +27,14 @@ from penstock.retry import Backoff
 logger = logging.getLogger(__name__)
 
 CONNECTIONS = 200
-"""More connections get the answer 503."""
+"""With more connections, the one that has been idle for longest is closed."""
+SOCKETS = CONNECTIONS + 50
+"""With more sockets, new ones are closed: connections whose TLS handshake is not complete, or that arrive at once."""
 REQUEST_SECONDS = 10.0
 """A connection without a complete request for this long is closed."""
 STOP_SECONDS = 3.0
 """The pipeline waits no longer than this for the server to end."""
+_BACKLOG = 128
 _HEADER_BYTES = 16 << 10
 
 
@@ -79,6 +83,7 @@ class Serving:
         self._app = app
         self._stop = threading.Event()
         self._server: Any = None
+        self._has_failed = False
         self.address: str | None = None
         """Where it listens; None while it does not."""
         self.listening = threading.Event()
@@ -110,6 +115,7 @@ class Serving:
                 return
             if time.monotonic() - begun > 60:
                 backoff.reset()
+            self._has_failed = True
             level, delay = backoff.log_level, backoff.next_delay()
             where = f"{self._choice.host}:{self._choice.port}"
             logger.log(level, "the server does not run, retrying address=%s in=%.0fs reason=%s", where, delay, reason)
@@ -129,7 +135,9 @@ class Serving:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                limit_concurrency=CONNECTIONS,
+                # asyncio calls `accept` of the socket, other loops may not.
+                loop="asyncio",
+                backlog=_BACKLOG,
                 h11_max_incomplete_event_size=_HEADER_BYTES,
                 timeout_keep_alive=max(1, int(REQUEST_SECONDS)),
                 timeout_graceful_shutdown=1,
@@ -142,14 +150,16 @@ class Serving:
             self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             if not _is_loopback(host) and choice.token is not None and choice.tls_certificate is None:
                 logger.warning("the server's token travels without TLS; set tls_certificate, or put a proxy before it")
-            logger.info("serving address=%s", self.address)
+            # Who was told that it does not run is told that it does.
+            logger.log(logging.WARNING if self._has_failed else logging.INFO, "serving address=%s", self.address)
+            self._has_failed = False
             self.listening.set()
             if not self._stop.is_set():
                 self._server.run(sockets=[sock])
 
 
 def impatient_protocol() -> type[Any]:
-    """Return uvicorn's HTTP protocol, with a limit for the time without a complete request."""
+    """Return uvicorn's HTTP protocol, with limits for connections, and for the time without a complete request."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Impatient(H11Protocol):
@@ -158,36 +168,67 @@ def impatient_protocol() -> type[Any]:
             self.logger = logging.getLogger(f"{__name__}.http")
             self._idle_since = time.monotonic()
 
+        @property
+        def idle_seconds(self) -> float:
+            """For how long there is no request to answer; closing a connection also counts, if the client delays it."""
+            if self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing():
+                self._idle_since = time.monotonic()
+            return time.monotonic() - self._idle_since
+
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
+            if len(self.connections) > CONNECTIONS:
+                # A new one is worth more: health checks get an answer although a client keeps many connections.
+                each_one = cast("set[Impatient]", self.connections)
+                max(each_one, key=lambda each: each.idle_seconds).give_up()
             self._look()
+
+        def give_up(self) -> None:
+            # At once: several may be made before the loop tells that this one is lost.
+            self.connections.discard(self)
+            self.transport.abort()
 
         def on_response_complete(self) -> None:
             self._idle_since = time.monotonic()
             super().on_response_complete()
 
         def _look(self) -> None:
-            now = time.monotonic()
-            if self.transport.is_closing():
+            if self not in self.connections:
                 return
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._idle_since = now
-            elif now - self._idle_since > REQUEST_SECONDS:
-                self.transport.abort()
-                return
-            self.loop.call_later(REQUEST_SECONDS / 4, self._look)
+            if self.idle_seconds > REQUEST_SECONDS:
+                self.give_up()
+            else:
+                self.loop.call_later(REQUEST_SECONDS / 4, self._look)
 
     return Impatient
 
 
-def _bound(host: str, port: int) -> socket.socket:
+class Listener(socket.socket):
+    """A listening socket that bounds how many files its connections use: the pipeline needs files, too."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; raise `BlockingIOError`, as if there were none, if too many are open."""
+        accepted, address = super().accept()
+        self._accepted = weakref.WeakSet(each for each in self._accepted if each.fileno() >= 0)
+        if len(self._accepted) >= SOCKETS:
+            accepted.close()
+            raise BlockingIOError
+        self._accepted.add(accepted)
+        return accepted, address
+
+
+def _bound(host: str, port: int) -> Listener:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # With its protocol: otherwise asyncio leaves Nagle's algorithm on, and each answer takes 40 ms more.
-    sock = socket.socket(family, kind, protocol)
+    sock = Listener(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(128)
+        sock.listen(_BACKLOG)
         sock.setblocking(False)
     except BaseException:
         sock.close()

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.config.units import count_of
+from penstock.observe.batches import BatchRecord
+from penstock.operations.progress import format_time
 from penstock.operations.status_model import OutputStatus, TableStatus, status_facts
 from penstock.server.guarding import Refused
 from penstock.server.monitor import Monitor
@@ -42,9 +44,6 @@ def pipeline_summary(monitor: Monitor) -> dict[str, Any]:
 
 def table_rows(monitor: Monitor, query: Mapping[str, str]) -> dict[str, Any]:
     """The tables that a query selects: `search`, `phase`, `output`, `sort`, `descending`, `limit`, `offset`."""
-    known = {"search", "phase", "output", "sort", "descending", "limit", "offset"}
-    if unknown := sorted(query.keys() - known):
-        raise Refused(400, f"unknown parameter: {unknown[0][:50]}")
     limit, offset = _number(query, "limit", 200), _number(query, "offset", 0)
     sort = query.get("sort", "table")
     if sort not in _SORTS:
@@ -71,8 +70,41 @@ def table_rows(monitor: Monitor, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def batch_list(monitor: Monitor, query: Mapping[str, str]) -> dict[str, Any]:
+    """The last batches, newest first; of one output or all."""
+    found = [
+        (record, output.output)
+        for output in monitor.running.outputs
+        if query.get("output", output.output) == output.output
+        for record in output.tally.batches.all()
+    ]
+    found.sort(key=lambda each: each[0].begun, reverse=True)
+    limit = min(_number(query, "limit", 200), MOST_ROWS)
+    return {"batches": [_batch(record, output, record.operations) for record, output in found[:limit]]}
+
+
+def _batch(record: BatchRecord, output: str, operations: Mapping[str, int]) -> dict[str, Any]:
+    ended = record.begun + record.seconds
+    return {
+        "at": format_time(record.begun),
+        "output": output,
+        "worker": record.worker,
+        "position": record.position,
+        "transactions": record.transactions,
+        "rows": record.rows,
+        "bytes": record.bytes,
+        "tables": record.table_count,
+        "operations": {name: count for name, count in operations.items() if count},
+        "seconds": round(record.seconds, 4),
+        "stages": {name: round(seconds, 4) for name, seconds in record.stages.items()},
+        "after_commit": round(max(0.0, ended - record.last_commit), 3) if record.last_commit else None,
+        "error": record.error,
+        "trace_id": record.trace_id,
+    }
+
+
 def table_page(monitor: Monitor, name: str, output: str | None) -> dict[str, Any]:
-    """One table: its status, the history of its phases, and the versions of its schema."""
+    """One table: its status, its last batches, the history of its phases, and the versions of its schema."""
     found = [
         table
         for each in monitor.status().outputs
@@ -105,6 +137,12 @@ def table_page(monitor: Monitor, name: str, output: str | None) -> dict[str, Any
     return {
         "table": asdict(table),
         "outputs": [each.output for each in found],
+        "batches": [
+            _batch(record, each.output, operations)
+            for each in monitor.running.outputs
+            if each.output == table.output
+            for record, operations in each.tally.batches.of(name)
+        ],
         "history": history[::-1],
         "schemas": schemas[::-1],
     }
@@ -188,6 +226,28 @@ def quarantined(entries: Sequence[Quarantined]) -> dict[str, Any]:
             for each in entries[:MOST_ROWS]
         ],
         "total": len(entries),
+    }
+
+
+def verification_list(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Comparisons without the keys of rows, which are values of cells."""
+    return {
+        "verifications": [
+            {
+                **run,
+                "outputs": {
+                    name: {
+                        **output,
+                        "found": [
+                            {key: value for key, value in table.items() if key != "differences"}
+                            for table in output.get("found", ())
+                        ],
+                    }
+                    for name, output in run["outputs"].items()
+                },
+            }
+            for run in runs
+        ]
     }
 
 

@@ -12,7 +12,7 @@ spool/
   holds/16384.json      tables that are being copied: their changes are kept longer
   open/                 streamed transactions that have not ended
   status.json           the last status that the running process reported, for `penstock status`
-  verified.json         what the last comparisons found, without rows
+  verified.json         what the last comparisons found: counts, and keys of rows
   supervisor.json       the supervisor of that process and its restarts, while there is one
 """
 

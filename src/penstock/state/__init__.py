@@ -1,6 +1,6 @@
 """What a pipeline remembers: phases, positions, schemas, progress, the lease and commands; three stores for it."""
 
-from penstock.state.commands import Command, CommandKind, CommandStatus
+from penstock.state.commands import Command, CommandKind, CommandStatus, this_user
 from penstock.state.indexes import IndexBuild, IndexStatus, IndexWork, WorkKind
 from penstock.state.lease import Lease, LeaseInfo
 from penstock.state.memory import MemoryState, MemoryStore
@@ -59,4 +59,5 @@ __all__ = [
     "TableSchemaVersion",
     "WorkKind",
     "open_store",
+    "this_user",
 ]

@@ -96,7 +96,7 @@ class CommandStore(StoreCore):
         requested_by: str | None = None,
     ) -> Command:
         """Add a command. Any process may, without the lease."""
-        token, asker = uuid.uuid4().hex, requested_by or _whoever()
+        token, asker = uuid.uuid4().hex, requested_by or this_user()
 
         def work(transaction: Transaction) -> Command:
             known = transaction.rows(CommandRecord)
@@ -206,7 +206,8 @@ def _to_command(record: CommandRecord) -> Command:
     )
 
 
-def _whoever() -> str:
+def this_user() -> str:
+    """Return the user and the machine, as commands name who asked."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container may run as a user without a name

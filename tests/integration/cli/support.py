@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -167,6 +168,17 @@ class Terminal:
         while self._read():
             assert time.monotonic() < deadline, self.text
         return self.process.wait(PATIENCE)
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C until it ends; its exit status. A prompt sleeps through a signal that comes just before it."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            self.process.send_signal(signal.SIGINT)
+            pressed = time.monotonic()
+            while time.monotonic() < pressed + 30:
+                if not self._read():
+                    return self.process.wait(PATIENCE)
+        raise AssertionError(self.text)
 
     def _read(self) -> bool:
         """Some more; False at the end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -158,8 +157,7 @@ def test_ctrl_c_at_a_question_writes_nothing(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     with Terminal("init", cwd=tmp_path, environment=environment) as terminal:
         terminal.wait_for("source URL")
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.wait() == 130, terminal.text
+        assert terminal.interrupt() == 130, terminal.text
     assert terminal.text.count("Aborted.") == 1
     assert "Traceback" not in terminal.text
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from psycopg.conninfo import conninfo_to_dict
 import penstock
 from penstock import Pipeline, coordinator
 from penstock.capture import process
+from penstock.operations import verify_process
 from tests.conftest import Database, DatabaseServer
-from tests.program import start_capture
+from tests.program import Piped, start_capture
 from tests.support.waiting import pause
 
 TOKEN = "planted-token-0123456789"
@@ -132,6 +134,11 @@ class Site:
         return seen
 
 
+def start_comparison() -> Piped:
+    """Start the process of a comparison; in the place of `penstock.operations.verify_process.start_child`."""
+    return Piped("penstock.operations.verify_process", environment=os.environ)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "integration/server" in str(item.path):
@@ -160,6 +167,7 @@ def site(server: DatabaseServer, tmp_path_factory: pytest.TempPathFactory) -> It
     at = conninfo_to_dict(database.dsn)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "start_child", start_capture)
+        patch.setattr(verify_process, "start_child", start_comparison)
         patch.setattr(coordinator, "REFRESH_SECONDS", 0.5)
         patch.setenv("SOURCE_URL", f"postgresql://{role}:{PASSWORD}@{at['host']}:{at['port']}/{name}")
         patch.setenv("SERVER_TOKEN", TOKEN)

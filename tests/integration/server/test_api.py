@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from penstock.server import serving
+from penstock.operations.verify import VerifyRequest, remember_failure, verifications
+from penstock.server import app, serving
 from tests.integration.server.conftest import SECRETS, TOKEN, Site
 
 READS = (
@@ -20,6 +23,7 @@ READS = (
     "/metrics",
     "/",
     "/page.css",
+    "/elements.js",
     "/page.js",
     "/api/v1/openapi.json",
     "/api/v1/now",
@@ -31,6 +35,7 @@ READS = (
     "/api/v1/indexes",
     "/api/v1/errors",
     "/api/v1/history",
+    "/api/v1/batches",
     "/api/v1/events",
     "/api/v1/verifications",
     "/api/v1/commands",
@@ -41,6 +46,8 @@ def test_the_api_says_what_status_says(site: Site) -> None:
     status = site.ask("/api/v1/status").json
     assert status["pipeline"] == "shop"
     assert [output["output"] for output in status["outputs"]] == ["lake", "documents"]
+    assert status["capture"]["state"] == "streaming"
+    assert all(output["acknowledged_lag_bytes"] is not None for output in status["outputs"])
     tables = site.ask("/api/v1/tables").json
     assert {each["table"] for each in tables["tables"]} == {"public.followed", "public.errored", "public.many"}
     assert tables["phases"]["errored"] == 1
@@ -73,6 +80,32 @@ def test_a_table_has_its_history_and_its_columns(site: Site) -> None:
     assert site.ask("/api/v1/tables/public.nothing").status == 404
 
 
+def test_a_batch_is_listed_with_its_operations_and_its_stages(site: Site) -> None:
+    site.database.execute(
+        """
+        insert into many select n, 'batch' from generate_series(30001, 30007) n;
+        update many set note = 'batched' where id between 30001 and 30003;
+        delete from many where id = 30001;
+        """
+    )
+    wanted = {"insert": 7, "update": 3, "delete": 1}
+
+    def find() -> dict[str, Any] | None:
+        batches = site.ask("/api/v1/tables/public.many").json["batches"]
+        return next((each for each in batches if each["operations"] == wanted), None)
+
+    batch = site.wait(find, "the batch")
+    assert {"build", "write", "record", "job", "commit"} <= set(batch["stages"])
+    assert batch["stages"]["job"] + batch["stages"]["commit"] <= batch["stages"]["write"] <= batch["seconds"]
+    assert (batch["worker"], batch["output"], batch["error"]) == ("apply", "lake", None)
+    assert batch["rows"] >= 11
+    assert batch["bytes"] > 0
+    listed = site.ask("/api/v1/batches?output=lake").json["batches"]
+    assert batch["position"] in [each["position"] for each in listed]
+    assert site.ask("/api/v1/batches?limit=1").json["batches"][0]["at"] >= batch["at"]
+    assert site.ask("/api/v1/batches?table=x").status == 400
+
+
 def test_an_error_has_its_remedy_and_the_command_that_does_it(site: Site) -> None:
     errors = {each["what"]: each for each in site.ask("/api/v1/errors").json["errors"]}
     assert errors["table"]["table"] == "public.errored"
@@ -85,9 +118,11 @@ def test_every_route_is_in_the_document_and_every_path_of_the_document_answers(s
     document = site.ask("/api/v1/openapi.json").json
     listed = set(document["paths"])
     assert {path for path in READS if path.startswith("/api/")} - {"/api/v1/tables/public.errored"} <= listed
+    remember_failure(VerifyRequest(site.pipeline._config), "for this test")
+    run = verifications(site.pipeline._config.pipeline.spool.path)[-1]["id"]
     for path, methods in document["paths"].items():
         if "get" in methods and not path.endswith("/stream"):
-            known = path.replace("{table}", "public.many").replace("{index}", "followed")
+            known = path.replace("{table}", "public.many").replace("{index}", "followed").replace("{id}", run)
             assert site.ask(known, token=TOKEN).status == 200, path
     references = set(json.dumps(document).split('"#/components/schemas/')[1:])
     assert {each.partition('"')[0] for each in references} <= set(document["components"]["schemas"])
@@ -118,6 +153,8 @@ def test_a_capture_that_stands_still_makes_the_pipeline_unready_until_it_goes_on
     try:
         reasons = site.wait(writes_and_asks, "the stall")
         assert any(each.startswith(("capture has received nothing", "lake: ", "documents: ")) for each in reasons)
+        # As the pipeline measured it, when it first said so.
+        assert all(float(seconds) <= 10 for each in reasons for seconds in re.findall(r"for ([\d.]+) s\b", each))
     finally:
         os.kill(capture, signal.SIGCONT)
     site.wait(lambda: site.ask("/readyz").status == 200, "the recovery")
@@ -187,6 +224,17 @@ def test_a_body_that_makes_no_sense_is_refused(site: Site, body: object) -> None
     assert site.act("/api/v1/commands", body, Content_Type="application/json").status == 422
 
 
+def test_a_refusal_speaks_of_the_request_and_not_of_a_config_file(site: Site) -> None:
+    def refusal(body: object) -> str:
+        return site.act("/api/v1/commands", body, Content_Type="application/json").json["error"]
+
+    for key in ("more", "url"):
+        known = "there is no such key; known here: kind, output, tables, indexes"
+        assert refusal({"kind": "pause", key: 1}) == f"{key}: {known}"
+    for body in ([1], b"{", b"7"):
+        assert refusal(body) == "the body is not a JSON object"
+
+
 def test_without_the_token_nothing_is_done(site: Site) -> None:
     body = {"kind": "pause"}
     before = len(site.ask("/api/v1/commands").json["commands"])
@@ -212,6 +260,38 @@ def test_who_guesses_tokens_has_to_wait(site: Site) -> None:
     assert site.ask("/api/v1/commands", "POST", b"{}", token=TOKEN, client="127.0.0.4").status == 429
     assert site.act("/api/v1/commands", {"kind": "refresh"}).status in (200, 202)
     assert int(last.headers["retry-after"]) >= 1
+
+
+def test_no_path_tells_right_tokens_from_wrong_ones_without_a_limit(site: Site) -> None:
+    for path in ("/api/v1/indexes/followed/quarantine", "/api/v1/indexes/nothing/quarantine"):
+        client = f"127.0.1.{len(path)}"
+        assert {site.ask(path, client=client).status for _ in range(10)} == {401}, "who sends none does not guess"
+        answers = [site.ask(path, token=f"wrong-{number}-0123456789", client=client).status for number in range(6)]
+        assert answers == [401] * 5 + [429]
+        assert site.ask("/api/v1/commands", "POST", b"{}", token=TOKEN, client=client).status == 429
+
+
+def test_what_clients_add_to_a_path_does_not_make_the_pipeline_work_more(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("command_log", "table_page"):
+        found = getattr(app, name)
+        counted = lambda *given, found=found, name=name: asked.append(name) or found(*given)  # noqa: E731
+        monkeypatch.setattr(app, name, counted)
+    monkeypatch.setattr(app, "KEPT_SECONDS", 3600.0)
+    site.act("/api/v1/commands", {"kind": "refresh"})  # forgets all answers
+    first = site.ask("/api/v1/commands").json["commands"][0]
+    assert first["kind"] == "refresh"
+    for number in range(20):
+        assert site.ask(f"/api/v1/commands?x={number}").json["commands"][0] == first
+        assert site.ask("/api/v1/tables/public.many", x=str(number)).status == 200
+        assert site.ask(f"/api/v1/tables/public.many?x={number}").status == 400
+    assert sorted(asked) == ["command_log", "table_page"]
+    site.act("/api/v1/commands", {"kind": "refresh"})
+    assert site.ask("/api/v1/commands").json["commands"][0]["command"] > first["command"], "an action is seen at once"
+    monkeypatch.undo()
+    site.act("/api/v1/commands", {"kind": "refresh"})
 
 
 def test_another_site_cannot_act(site: Site) -> None:
@@ -303,6 +383,26 @@ def test_a_page_follows_the_pipeline(site: Site) -> None:
         first, second = next(moments), next(moments)
         assert first["pipeline"] == "shop"
         assert second["at"] >= first["at"]
+
+
+def test_no_more_pages_than_said_follow_the_pipeline_also_if_they_come_at_once(site: Site) -> None:
+    pages = [socket.create_connection(("127.0.0.1", site.port), 30) for _ in range(app.STREAMS + 30)]
+    try:
+        for page in pages:
+            page.sendall(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answers = [page.recv(12) for page in pages]
+        assert answers.count(b"HTTP/1.1 200") <= app.STREAMS
+        assert answers.count(b"HTTP/1.1 503") >= 30
+    finally:
+        for page in pages:
+            page.close()
+
+    def one_more() -> bool:
+        with socket.create_connection(("127.0.0.1", site.port), 30) as page:
+            page.sendall(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return page.recv(12) == b"HTTP/1.1 200"
+
+    site.wait(one_more, "a place of one that has left")
 
 
 def test_answers_carry_headers_that_confine_the_page(site: Site) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.server.conftest import TOKEN, Site
+from tests.integration.server.test_verify import a_lost_row
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -82,6 +83,11 @@ def test_tables_are_searched_filtered_and_opened(page: Any, site: Site) -> None:
     playwright.expect(page.get_by_role("heading", level=1)).to_have_text("public.errored")
     playwright.expect(page.locator("main")).to_contain_text("History of phases", timeout=WAIT)
     playwright.expect(page.locator("main")).to_contain_text("day")
+    site.database.execute("update many set note = 'in a batch' where id = 5")
+    page.goto(f"{site.address}/#/tables/lake/public.many")
+    batches = page.locator("section", has_text="Recent batches")
+    playwright.expect(batches).to_contain_text("1 update", timeout=WAIT)
+    playwright.expect(batches).to_contain_text(re.compile(r"job \d+ ms · commit \d+ ms · record"))
 
 
 def test_documents_and_events_are_shown(page: Any, site: Site) -> None:
@@ -92,7 +98,28 @@ def test_documents_and_events_are_shown(page: Any, site: Site) -> None:
     playwright.expect(page.locator("main")).to_contain_text("1000", timeout=WAIT)
     page.get_by_role("link", name="Events").click()
     playwright.expect(page.locator("main")).to_contain_text("copied public.many", timeout=WAIT)
-    playwright.expect(page.locator("main")).to_contain_text("Comparisons with the source")
+    playwright.expect(page.locator("main")).to_contain_text("Commands")
+
+
+def test_tables_are_compared_and_keys_are_shown_with_the_token(page: Any, site: Site) -> None:
+    page.goto(f"{site.address}/#/verify")
+    with a_lost_row(site, 78):
+        page.get_by_role("button", name="Verify all tables").click()
+        page.get_by_label("Token").fill(TOKEN)
+        page.get_by_role("button", name="Unlock", exact=True).click()
+        page.get_by_role("button", name="Continue").click()
+        playwright.expect(page.get_by_role("progressbar")).to_be_visible(timeout=WAIT)
+        playwright.expect(page.get_by_role("button", name="Verify all tables")).to_be_disabled()
+        # Other tests compare only some tables.
+        run = page.locator("details", has_text="1 not compared").filter(has_text="1 different").first
+        run.locator("summary").click(timeout=WAIT)
+    playwright.expect(run).to_contain_text("1 missing")
+    playwright.expect(run).to_contain_text("it has stopped with an error")
+    playwright.expect(run).not_to_contain_text("id=78")
+    run.get_by_role("button", name="Show keys").click()
+    playwright.expect(run).to_contain_text("missing id=78", timeout=WAIT)
+    page.get_by_role("link", name="public.many").first.click()
+    playwright.expect(page.get_by_role("button", name="Verify public.many")).to_be_visible(timeout=WAIT)
 
 
 def test_a_table_is_copied_again_with_the_token_and_not_without(page: Any, site: Site) -> None:
@@ -146,6 +173,26 @@ def test_the_page_works_with_the_keyboard_and_in_the_dark(browser: Any, site: Si
     assert tab.evaluate("document.activeElement.id") == "main"
     assert tab.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(14, 20, 20)"
     tab.close()
+
+
+def test_a_narrow_window_shows_everything_without_scrolling_sideways(page: Any, site: Site) -> None:
+    page.set_viewport_size({"width": 400, "height": 900})
+    outside = """() => [...document.querySelectorAll("main *, header *")].filter((each) => each.getClientRects().length
+        && getComputedStyle(each).position !== "absolute" && each.getBoundingClientRect().right > 400)
+        .map((each) => `${each.tagName} ${each.className} ${each.textContent.slice(0, 30)}`)"""
+    for view, content in (
+        ("#/", ".node"),
+        ("#/tables", "td.name"),
+        ("#/tables/lake/public.errored", ".facts"),
+        ("#/documents", "td.name"),
+        ("#/events", "td.text"),
+    ):
+        page.goto(f"{site.address}/{view}")
+        page.wait_for_selector(content)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, view
+        assert page.evaluate(outside) == [], view
+    page.goto(f"{site.address}/#/tables")
+    playwright.expect(page.get_by_role("button", name="Resume public.errored")).to_be_visible(timeout=WAIT)
 
 
 def test_a_thousand_tables_stay_usable(page: Any, site: Site) -> None:

@@ -51,6 +51,17 @@ def test_each_copy_has_a_bar_and_the_last_line_is_the_status():
     assert lines[2] == "streaming: 1 of 3 tables ready, 2 copying; 43 changes/s; lag 0 B, 0.0 s"
 
 
+def test_a_name_with_a_line_break_does_not_look_like_a_line_of_the_log():
+    hostile = "public.a\n2026-01-31T12:00:00.000Z warning penstock"
+    lines: list[str] = []
+    display = Lines(lines.append, 0.001, clock=iter((0.0, 1.0, 2.0)).__next__)
+    display.tell(Notice("copied", f"copied {hostile}: 0 rows", "tables", hostile))
+    display.show([look(copy(hostile, 4))])
+    assert len(lines) == 3
+    assert [line for line in lines if "\n" in line] == []
+    assert "\\n2026" in lines[0]
+
+
 def test_a_small_table_is_being_read_until_its_only_range_is_whole():
     small = CopyProgress("public.small", ranges=1, bytes=100, estimated_rows=5, clock=lambda: 20.0, since=0.0)
     assert "reading" in shown([look(small)], 140)[0]

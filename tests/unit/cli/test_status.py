@@ -17,10 +17,11 @@ from penstock.errors import RESYNC
 from penstock.headroom import Room
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
-from penstock.operations.progress import OutputLook, StatusFile
+from penstock.operations.progress import CaptureLook, OutputLook, StatusFile
 from penstock.operations.signals import Ended
 from penstock.operations.status import reason_of_copy
 from penstock.operations.status_model import (
+    IndexState,
     LeftOutTable,
     OutputStatus,
     PipelineStatus,
@@ -42,9 +43,9 @@ OUTPUT = OutputStatus("tables", False, "0/10", 300, 1.5, 43.0, (READY, COPYING))
 STATUS = PipelineStatus("shop", {"pid": 42}, SourceStatus("h:1/d", "18.6", "0/20", SLOT), (OUTPUT,), driver=DRIVER)
 
 
-def shown(found: PipelineStatus) -> list[str]:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(render(found))
+def shown(found: PipelineStatus, width: int = 120, *, urgent_first: bool = False) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render(found, urgent_first=urgent_first))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
@@ -59,6 +60,37 @@ def test_a_running_pipeline() -> None:
         "public.a  ready                             ~1,000  80.0 kB  0/10      300 B",
         "public.b  data_sync 45%, 1,234 rows copied",
     ]
+
+
+def test_a_table_is_one_line_although_its_name_has_a_line_break() -> None:
+    hostile = replace(READY, table="public.a\nslot      shop: lost")
+    found = shown(replace(STATUS, outputs=(replace(OUTPUT, tables=(hostile, COPYING)),)))
+    assert len(found) == len(shown(STATUS))
+    assert r"public.a\nslot      shop: lost  ready" in "\n".join(found)
+
+
+def test_the_lag_of_each_stage_fits_into_80_columns() -> None:
+    index = IndexState("orders", "public.orders", "abc", "seeded", seeded=True, reason="", quarantined=2)
+    found = replace(
+        STATUS,
+        capture=CaptureLook("streaming", 5 << 20, 0.4),
+        spool=Room(12 << 20, 4 << 30, "spool.max_bytes"),
+        outputs=(
+            replace(OUTPUT, changes_per_second=123456.0, acknowledged_lag_bytes=7 << 20, acknowledged_lag_seconds=2.0),
+            OutputStatus("documents", False, "0/10", 300, 1.5, 43.0, indexes=(index,)),
+        ),
+    )
+    lines = shown(found, width=80)
+    assert max(map(len, lines)) <= 80
+    for line in (
+        "capture   streaming; lag 5.0 MB, 0.4 s",
+        "spool     12.0 MB, 4.0 GB left (spool.max_bytes)",
+        "output    tables: at 0/10; streaming; 123,456 changes/s; lag 300 B, 1.5 s",
+        "          acknowledged: lag 7.0 MB, 2.0 s",
+        "orders: 2 documents in quarantine",
+        "  penstock index quarantine retry orders --all",
+    ):
+        assert line in lines, lines
 
 
 def test_room_that_runs_out_is_shown_with_the_time_that_is_left() -> None:
@@ -148,6 +180,17 @@ def test_a_slot_that_is_gone_has_a_remedy_unless_the_pipeline_never_ran() -> Non
     assert shown(gone)[3].startswith("          The changes since the slot was dropped are lost. To create a new slot")
     never = replace(gone, driver=None, running=None, outputs=(replace(OUTPUT, tables=(), position=None),))
     assert shown(never)[3].startswith("output    at the beginning")
+
+
+def test_a_terminal_with_few_lines_shows_first_what_needs_attention() -> None:
+    error = TableError("too big", "Make it smaller.", "resync", "2026-11-15T10:00:00+00:00", None, 1, True)
+    many = tuple(replace(READY, table=f"public.t{number:03}", id=10 + number) for number in range(100))
+    stopped = replace(READY, table="public.z", id=3, phase="errored", error=error)
+    found = replace(STATUS, outputs=(replace(OUTPUT, tables=(*many, COPYING, stopped)),))
+    first = shown(found, 80, urgent_first=True)[:24]
+    assert any(line.startswith("public.z stopped at") for line in first)
+    tables = [line.split()[0] for line in first if line.startswith("public.") and "stopped" not in line]
+    assert tables[:3] == ["public.z", "public.b", "public.t000"]
 
 
 def test_a_lost_slot_and_a_table_that_stopped() -> None:
@@ -246,6 +289,7 @@ def test_machines_get_what_people_get() -> None:
         "last_run",
         "spool",
         "supervisor",
+        "capture",
         "problems",
     }
     assert facts["outputs"][0]["tables"][1]["copy"]["rows_done"] == 1234

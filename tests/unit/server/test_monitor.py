@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from penstock.capture import CaptureStatus, Reading
 from penstock.config import make_config
+from penstock.errors import StateError
 from penstock.headroom import Headroom
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.operations.progress import OutputLook
 from penstock.server import monitor
 from penstock.server.monitor import HISTORY_SECONDS, HISTORY_STEP, Monitor, Unmoved, describe, history_point
+from penstock.state import Errored, Init, Ready, RetryPolicy
 from penstock.workers import ApplyStatus, Outage
 
 LOOK = OutputLook(
@@ -51,9 +55,6 @@ class Pipeline:
     @property
     def last(self) -> tuple[float, tuple[OutputLook, ...]]:
         return self.looked_at, (self.look,)
-
-    def behind(self, position: Lsn, last_commit_time: int = 0) -> Behind:
-        return self.received
 
 
 class Watched:
@@ -92,6 +93,15 @@ def watched() -> Watched:
 
 def test_a_quiet_pipeline_is_ready(watched: Watched) -> None:
     assert watched.after(3600) == ()
+
+
+def test_one_stopped_table_leaves_it_ready_and_the_last_one_does_not(watched: Watched) -> None:
+    ready = Ready()
+    stopped = Errored("cannot be written", None, RetryPolicy(), ready, datetime(2026, 1, 31, tzinfo=UTC), Lsn(90))
+    assert watched.after(1, look=replace(LOOK, phases={"a": stopped, "b": ready})) == ()
+    every = ("tables: every table has stopped",)
+    assert watched.after(1, look=replace(LOOK, phases={"a": stopped, "b": stopped})) == every
+    assert watched.after(1, look=replace(LOOK, phases={"a": stopped, "b": Init()})) == ()
 
 
 def test_changes_that_are_not_applied_make_it_unready_within_ten_seconds(watched: Watched) -> None:
@@ -185,3 +195,44 @@ def test_the_status_is_loaded_rarely_and_less_often_if_that_takes_long(
     assert watched.monitor.status() == "status 2", "four times as long as it took"
     now += 2
     assert watched.monitor.status() == "status 3"
+
+
+def test_nobody_waits_for_a_status_that_takes_long(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on, loads = threading.Event(), 0
+
+    def load(config: Any, running_here: Any) -> str:
+        nonlocal loads
+        loads += 1
+        if loads > 1:
+            assert going_on.wait(60)
+        return f"status {loads}"
+
+    monkeypatch.setattr(monitor, "pipeline_status", load)
+    monkeypatch.setattr(monitor, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "STATUS_SHARE", 0)
+    monkeypatch.setattr(monitor, "STATUS_PATIENCE", 0.01)
+    assert watched.monitor.status() == "status 1"
+    assert [watched.monitor.status() for _ in range(3)] == ["status 1"] * 3, "the source does not answer"
+    assert loads == 2, "one loads it for all"
+    monkeypatch.setattr(monitor, "STATUS_PATIENCE", 60.0)
+    monkeypatch.setattr(monitor, "STATUS_SECONDS", 3600.0)
+    going_on.set()
+    assert watched.monitor.status() == "status 2"
+    assert watched.monitor.status() == "status 2"
+
+
+def test_an_error_of_a_status_reaches_those_who_ask_and_the_next_try_may_succeed(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = [StateError("it is locked"), "status"]
+
+    def load(config: Any, running_here: Any) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(monitor, "pipeline_status", load)
+    with pytest.raises(StateError):
+        watched.monitor.status()
+    assert watched.monitor.status() == "status"

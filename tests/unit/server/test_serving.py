@@ -6,11 +6,14 @@ import datetime
 import http.client
 import ipaddress
 import logging
+import select
 import socket
 import ssl
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from cryptography.x509.oid import NameOID
 
 from penstock.config import ServerChoice, make_config
 from penstock.errors import ConfigError
-from penstock.server import serving
+from penstock.server import guarding, serving
 from penstock.server.guarding import Guard
 from penstock.server.serving import Serving, require_server
 
@@ -81,6 +84,7 @@ def test_a_port_that_is_taken_is_tried_again(monkeypatch: pytest.MonkeyPatch, ca
         assert server.listening.wait(60)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=60) as answer:
             assert answer.read() == b"here"
+        assert "serving address=" in caplog.text, "the warning is taken back"
     finally:
         server.stop()
     assert server.address is None
@@ -113,6 +117,80 @@ def test_a_connection_in_use_is_kept_and_an_idle_one_is_closed(monkeypatch: pyte
         assert used.recv(1) == b"", "it was closed when it was idle"
     finally:
         server.stop()
+
+
+@contextmanager
+def flooded(choice: ServerChoice, count: int, kept: int) -> Iterator[tuple[Serving, list[socket.socket]]]:
+    """A server to which this many clients connect and send nothing, once it has closed all but those that it keeps."""
+    server = started(choice)
+    clients: list[socket.socket] = []
+    try:
+        assert server.listening.wait(60)
+        host, port = str(server.address).partition("://")[2].split(":")
+        for _ in range(count):
+            clients.append(socket.create_connection((host, int(port)), timeout=60))
+        begun = time.monotonic()
+        while len(still_open(clients)) > kept:
+            assert time.monotonic() < begun + 5, "the server keeps more connections than it says"
+            threading.Event().wait(0.02)
+        yield server, clients
+    finally:
+        for client in clients:
+            client.close()
+        server.stop()
+
+
+def test_idle_connections_leave_files_for_the_pipeline_and_do_not_keep_others_out() -> None:
+    with flooded(ServerChoice(port=0), 3 * serving.CONNECTIONS, serving.CONNECTIONS) as (server, clients):
+        with urllib.request.urlopen(str(server.address), timeout=60) as answer:
+            assert answer.read() == b"here", "a new connection has precedence over idle ones"
+        assert len(still_open(clients)) >= serving.CONNECTIONS - 1, "only as many as needed were closed"
+
+
+def test_handshakes_that_never_end_leave_files_for_the_pipeline(tmp_path: Path) -> None:
+    pem, key = certificate(tmp_path)
+    with flooded(ServerChoice(port=0, tls_certificate=pem, tls_key=key), 2 * serving.SOCKETS, serving.SOCKETS):
+        pass
+
+
+@pytest.mark.parametrize("length", [b"", b"content-length"], ids=["stream", "whole"])
+def test_a_client_that_never_reads_is_let_go(monkeypatch: pytest.MonkeyPatch, length: bytes) -> None:
+    monkeypatch.setattr(serving, "REQUEST_SECONDS", 0.4)
+    monkeypatch.setattr(guarding, "SEND_SECONDS", 0.2)
+    size = 1 << 20
+
+    async def send_much(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(length, str(8 * size).encode())] if length else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in range(8):
+            await send({"type": "http.response.body", "body": b"x" * size, "more_body": part < 7})
+
+    choice = ServerChoice(port=0)
+    server = Serving(choice, Guard(send_much, choice))
+    try:
+        assert server.listening.wait(60)
+        host, port = str(server.address).removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(60)
+            client.connect((host, int(port)))
+            client.sendall(f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+            assert client.recv(1) == b"H"
+            begun = time.monotonic()
+            while server._server.server_state.connections:
+                assert time.monotonic() < begun + 5, "the connection is open as long as the client likes"
+                threading.Event().wait(0.02)
+    finally:
+        server.stop()
+
+
+def still_open(clients: list[socket.socket]) -> list[socket.socket]:
+    """Those that the server has not closed."""
+    poll = select.poll()
+    for client in clients:
+        poll.register(client, select.POLLIN)
+    closed = {found for found, _ in poll.poll(0)}
+    return [client for client in clients if client.fileno() not in closed]
 
 
 def test_answers_are_sent_at_once() -> None:

@@ -54,7 +54,7 @@ def test_tables_are_found_and_sorted() -> None:
     assert names(output="other") == []
 
 
-@pytest.mark.parametrize("query", [{"sort": "id"}, {"limit": "x"}, {"offset": "-1"}, {"limit": "²"}, {"what": "1"}])
+@pytest.mark.parametrize("query", [{"sort": "id"}, {"limit": "x"}, {"offset": "-1"}, {"limit": "²"}])
 def test_wrong_queries_are_refused(query: dict[str, str]) -> None:
     with pytest.raises(Refused):
         table_rows(monitor(), query)

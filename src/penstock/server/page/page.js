@@ -1,5 +1,10 @@
 // The page of a pipeline. Data reaches the document as text only, never as markup: names of tables are other people's.
 
+import {
+  PHASE_NAMES, STATES, badge, button, bytes, card, chart, count, lagText, make, milliseconds, moment, phaseBadge, prose,
+  seconds, shortType, svg,
+} from "./elements.js";
+
 const API = "/api/v1";
 const POLL_MS = 5000;
 const main = document.getElementById("main");
@@ -10,69 +15,6 @@ let pipeline = null; // the summary, every few seconds
 let token = sessionStorage.getItem("penstock-token") || "";
 let view = null; // the view on the screen: {update, poll}
 let lastHealth = "";
-
-// Making elements
-
-function make(tag, attributes = {}, ...children) {
-  const element = tag.includes(":")
-    ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4))
-    : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
-  }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
-  return element;
-}
-
-const svg = (tag, attributes, ...children) => make(`svg:${tag}`, attributes, ...children);
-const card = (title, ...children) => make("section", { class: "card" }, title && make("h2", {}, title), ...children);
-const badge = (text, kind) => make("span", { class: `badge ${kind}` }, text);
-const button = (text, act, attributes = {}) => make("button", { type: "button", onclick: act, ...attributes }, text);
-
-// Words and numbers
-
-const count = (number) => (number === null || number === undefined ? "–" : Math.round(number).toLocaleString("en"));
-
-function bytes(number) {
-  if (number === null || number === undefined) return "–";
-  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
-  let unit = 0;
-  while (number >= 1024 && unit < units.length - 1) [number, unit] = [number / 1024, unit + 1];
-  return `${unit && number < 100 ? number.toFixed(1) : Math.round(number)} ${units[unit]}`;
-}
-
-function seconds(number) {
-  if (number === null || number === undefined) return "–";
-  if (number < 59.5) return `${number < 10 ? number.toFixed(1) : Math.round(number)} s`;
-  const whole = Math.round(number);
-  if (whole < 3600) return `${Math.floor(whole / 60)} min${whole % 60 && whole < 600 ? ` ${whole % 60} s` : ""}`;
-  if (whole < 172800) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
-  return `${Math.floor(whole / 86400)} days`;
-}
-
-const lagText = (lag) => (lag ? (lag.bytes ? `${bytes(lag.bytes)}, ${seconds(lag.seconds)}` : "none") : "unknown");
-const clock = (at, parts = {}) => new Date(at).toLocaleTimeString("sv", { hour: "2-digit", minute: "2-digit", ...parts });
-const moment = (text) => {
-  if (!text) return "";
-  const today = new Date(text).toDateString() === new Date().toDateString();
-  return `${today ? "today" : new Date(text).toLocaleDateString("sv")} ${clock(text, { second: "2-digit" })}`;
-};
-const shortType = (type) => (type || "").split(/[:.]/).pop();
-
-// What stands between backticks is code.
-const prose = (text) => (text || "").split("`").map((part, number) => (number % 2 ? make("code", {}, part) : part));
-const PHASES = {
-  ready: "good", errored: "bad", init: "warn", data_sync: "info", finished_copy: "info", sync_wait: "info",
-  catchup: "info", sync_done: "info",
-};
-const PHASE_NAMES = {
-  ready: "ready", errored: "stopped", init: "waiting", data_sync: "copying", finished_copy: "copied",
-  sync_wait: "catching up", catchup: "catching up", sync_done: "catching up",
-};
-const STATES = { streaming: "good", paused: "warn", waiting: "warn", stopped: "bad" };
-const phaseBadge = (phase) => badge(PHASE_NAMES[phase] || phase, PHASES[phase] || "info");
 
 // Talking to the server
 
@@ -131,7 +73,8 @@ async function act(title, text, path, body) {
     const headers = { "Content-Type": "application/json" };
     const answer = await read(path, { method: "POST", headers, body: JSON.stringify(body) });
     const pending = (answer.commands || []).some((each) => each.status !== "done");
-    say(pending ? `${title}: accepted, it runs after the current batch` : `${title}: done`);
+    const began = answer.verifying ? "started; see Verify" : pending ? "accepted, it runs after the current batch" : "done";
+    say(`${title}: ${began}`);
   } catch (error) {
     if (error.status === 401) lock();
     const refused = (error.commands || []).map((each) => each.reason).filter(Boolean).join("; ");
@@ -161,79 +104,6 @@ function remedyButton(error) {
     return button("Retry documents", run);
   }
   return WORDS[error.command] && error.table ? tableButton(error.command, error.table, error.output) : null;
-}
-
-// Charts
-
-function chart(title, series, format, label) {
-  const [width, height, left, bottom] = [560, 190, 58, 20];
-  const points = series.flatMap((each) => each.points);
-  const most = Math.max(...points.map((point) => point[1] || 0), 1e-9);
-  const top = niceTop(most);
-  const last = Date.now() / 1000, first = Math.min(last - 300, ...points.map((point) => point[0]));
-  const x = (at) => left + ((at - first) / (last - first)) * (width - left - 6);
-  const y = (value) => 8 + (1 - value / top) * (height - bottom - 8);
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-  for (const share of [0, 0.5, 1]) {
-    drawing.append(svg("line", { class: "rule", x1: left, x2: width, y1: y(top * share), y2: y(top * share) }),
-      svg("text", { x: left - 8, y: y(top * share) + 4, "text-anchor": "end" }, format(top * share)));
-  }
-  const ends = [[first, "start"], [(first + last) / 2, "middle"], [last, "end"]];
-  for (const [at, anchor] of ends) {
-    const text = clock(at * 1000);
-    drawing.append(svg("text", { x: x(at), y: height - 3, "text-anchor": anchor }, text));
-  }
-  series.forEach((each, number) => {
-    for (const part of unbroken(each.points)) {
-      const line = part.map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join(" L");
-      const from = x(part[0][0]), to = x(part[part.length - 1][0]);
-      drawing.append(svg("path", { class: `area series-${number % 3}`, d: `M${from},${y(0)} L${line} L${to},${y(0)} Z` }),
-        svg("path", { class: `line series-${number % 3}`, d: `M${line}` }));
-    }
-  });
-  const cursor = svg("line", { class: "cursor", y1: 8, y2: height - bottom, visibility: "hidden" });
-  drawing.append(cursor);
-  const legend = make("div", { class: "legend" });
-  const showAt = (at) => legend.replaceChildren(
-    ...series.map((each, number) => make("span", { class: `mark series-${number % 3}` },
-      `${each.name} ${format(nearest(each.points, at))}`)),
-    at === null ? "" : make("i", {}, clock(at * 1000, { second: "2-digit" })));
-  showAt(null);
-  drawing.addEventListener("pointermove", (event) => {
-    const box = drawing.getBoundingClientRect();
-    const place = ((event.clientX - box.left) / box.width) * width;
-    const at = first + ((place - left) / (width - left - 6)) * (last - first);
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
-    cursor.setAttribute("visibility", at >= first ? "visible" : "hidden");
-    showAt(Math.min(Math.max(at, first), last));
-  });
-  drawing.addEventListener("pointerleave", () => {
-    cursor.setAttribute("visibility", "hidden");
-    showAt(null);
-  });
-  return card(title, make("div", { class: "chart" }, points.length ? drawing : make("p", { class: "empty" }, "No samples yet."), legend));
-}
-
-function niceTop(most) {
-  const step = 10 ** Math.floor(Math.log10(most));
-  return [1, 2, 5, 10].map((each) => each * step).find((each) => each >= most) || most;
-}
-
-function unbroken(points) {
-  const parts = [[]];
-  for (const point of points) {
-    const part = parts[parts.length - 1];
-    const gap = part.length && point[0] - part[part.length - 1][0] > 20;
-    if (point[1] === null || gap) parts.push([]);
-    if (point[1] !== null) parts[parts.length - 1].push(point);
-  }
-  return parts.filter((part) => part.length);
-}
-
-function nearest(points, at) {
-  if (at === null || !points.length) return points.length ? points[points.length - 1][1] : null;
-  return points.reduce((best, point) => (Math.abs(point[0] - at) < Math.abs(best[0] - at) ? point : best))[1];
 }
 
 // The overview
@@ -338,8 +208,8 @@ function overview() {
     const rates = series("changes_per_second"), lags = series("lag_seconds");
     const peak = (all) => Math.max(0, ...all.flatMap((each) => each.points.map((point) => point[1] || 0)));
     charts.replaceChildren(make("div", { class: "grid" },
-      chart("Changes per second, last hour", rates, count, `Changes per second over the last hour; the peak is ${count(peak(rates))}`),
-      chart("Lag, last hour", lags, seconds, `Lag over the last hour; the peak is ${seconds(peak(lags))}`)));
+      chart("Changes per second, last hour", rates, count, `Changes per second over the last hour; the peak is ${count(peak(rates))}`, 10),
+      chart("Lag, last hour", lags, seconds, `Lag over the last hour; the peak is ${seconds(peak(lags))}`, 1)));
   };
   return { update, poll };
 }
@@ -396,13 +266,30 @@ function tables() {
         several && make("p", {}, each.output), each.error && make("p", { class: "reason" }, each.error.reason),
         each.error && each.error.solution && make("p", {}, prose(each.error.solution))),
       make("td", {}, phaseBadge(each.phase), copyBar(each.copy)),
-      make("td", { class: "number" }, each.rows === null ? "–" : `~${count(each.rows)}`),
-      make("td", { class: "number" }, bytes(each.bytes)), make("td", { class: "number" }, bytes(each.lag_bytes)),
+      make("td", { class: "number", "data-label": "Rows" }, each.rows === null ? "–" : `~${count(each.rows)}`),
+      make("td", { class: "number", "data-label": "Size" }, bytes(each.bytes)),
+      make("td", { class: "number", "data-label": "Lag" }, bytes(each.lag_bytes)),
       make("td", {}, each.error && remedyButton({ ...each.error, table: each.table, output: each.output })))));
     if (!answer.tables.length) body.replaceChildren(make("tr", {}, make("td", { colspan: 6, class: "empty" }, "No table matches.")));
     more.hidden = answer.tables.length >= answer.found;
   };
   return { poll };
+}
+
+const STAGES = { build: "read", job: "job", commit: "commit", record: "record" };
+
+function batchList(batches) {
+  if (!batches.length) return make("p", { class: "empty" }, "No changes since the start.");
+  const rows = batches.map((each) => {
+    const changes = Object.entries(each.operations).map(([name, number]) => `${count(number)} ${name}${number > 1 && !name.endsWith("s") ? "s" : ""}`);
+    const stages = Object.entries(STAGES).filter(([name]) => each.stages[name] !== undefined)
+      .map(([name, text]) => `${text} ${milliseconds(each.stages[name])}`);
+    return make("tr", {}, make("td", {}, make("time", { datetime: each.at }, moment(each.at))),
+      make("td", { class: "name" }, each.error ? badge(each.error, "bad") : changes.join(", "), make("p", {}, stages.join(" · "))),
+      make("td", { class: "number" }, milliseconds(each.seconds), make("p", { class: "crumb" },
+        each.after_commit === null ? "" : `${seconds(each.after_commit)} after commit`)));
+  });
+  return make("div", { class: "scroll" }, make("table", {}, make("tbody", {}, rows)));
 }
 
 function table(output, name) {
@@ -420,16 +307,17 @@ function table(output, name) {
     main.replaceChildren(
       make("div", {}, make("p", { class: "crumb" }, make("a", { href: "#/tables" }, "Tables"), " / ", output),
         make("div", { class: "title" }, make("h1", {}, name), phaseBadge(each.phase),
-          make("div", { class: "actions" }, tableButton("resync", name, output), each.error && each.error.command === "rollback" && tableButton("rollback", name, output)))),
+          make("div", { class: "actions" }, verifyButton("Verify", { tables: [name], output }), tableButton("resync", name, output), each.error && each.error.command === "rollback" && tableButton("rollback", name, output)))),
       each.error ? problems([{ what: "table", table: name, output, ...each.error }]) : "",
       make("div", { class: "grid" },
         card("Now", make("dl", { class: "facts" }, facts.flatMap(([label, value]) => [make("dt", {}, label), make("dd", {}, String(value))])), copyBar(each.copy)),
         card("History of phases", make("div", { class: "scroll" }, make("table", {}, make("tbody", {}, answer.history.slice(0, 30).map((past) => make("tr", {},
-          make("td", {}, make("time", { datetime: past.at }, moment(past.at))), make("td", {}, phaseBadge(past.phase)), make("td", { class: "text" }, past.reason || ""))))))),
-        card(`Columns${answer.schemas.length > 1 ? ` (version ${answer.schemas.length})` : ""}`, schema ? make("div", { class: "scroll" }, make("table", {},
+          make("td", {}, make("time", { datetime: past.at }, moment(past.at))), make("td", {}, phaseBadge(past.phase)), make("td", { class: "text" }, past.reason || "")))))))),
+      card("Recent batches", batchList(answer.batches)),
+      card(`Columns${answer.schemas.length > 1 ? ` (version ${answer.schemas.length})` : ""}`, schema ? make("div", { class: "scroll" }, make("table", {},
           make("thead", {}, make("tr", {}, ["Column", "Type"].map((text) => make("th", { scope: "col" }, make("span", {}, text))))),
           make("tbody", {}, schema.columns.map((column) => make("tr", {}, make("td", { class: "name" }, column.name, column.key && make("span", { class: "crumb" }, " key")),
-            make("td", { class: "mono" }, column.type)))))) : make("p", { class: "empty" }, "Not copied yet."))));
+            make("td", { class: "mono" }, column.type)))))) : make("p", { class: "empty" }, "Not copied yet.")));
   };
   return { poll };
 }
@@ -473,30 +361,117 @@ function events() {
   main.replaceChildren(make("h1", {}, "Events"));
   let shown = "";
   const poll = async () => {
-    const [happened, sent, compared] = await Promise.all([read("/events"), read("/commands"), read("/verifications")]);
-    if (JSON.stringify([happened, sent, compared]) === shown) return;
-    shown = JSON.stringify([happened, sent, compared]);
+    const [happened, sent] = await Promise.all([read("/events"), read("/commands")]);
+    if (JSON.stringify([happened, sent]) === shown) return;
+    shown = JSON.stringify([happened, sent]);
     const time = (at) => make("td", {}, make("time", { datetime: at }, moment(at)));
     const KINDS = { stopped: "bad", waiting: "warn", copied: "good", seeded: "good" };
     const list = (rows, none) => (rows.length ? make("div", { class: "scroll" }, make("table", {}, make("tbody", {}, rows))) : make("p", { class: "empty" }, none));
     main.replaceChildren(make("h1", {}, "Events"),
       card("What happened", list(happened.events.map((each) => make("tr", {}, time(each.at), make("td", {}, badge(each.event, KINDS[each.event] || "info")),
         make("td", { class: "text" }, prose(each.text)))), "Nothing since the start.")),
-      make("div", { class: "grid" },
-        card("Commands", list(sent.commands.slice(0, 100).map((each) => make("tr", {}, time(each.requested_at),
+      card("Commands", list(sent.commands.slice(0, 100).map((each) => make("tr", {}, time(each.requested_at),
           make("td", { class: "name" }, `${each.kind} ${each.tables.join(", ")}`, make("p", {}, `${each.output}, by ${each.requested_by}`), each.reason && make("p", { class: "reason" }, each.reason)),
-          make("td", {}, badge(each.status, { done: "good", refused: "bad" }[each.status] || "info")))), "No commands yet.")),
-        card("Comparisons with the source", list(compared.verifications.map((each) => make("tr", {}, time(new Date(each.at * 1000).toISOString()),
-          make("td", { class: "name" }, Object.entries(each.outputs).map(([name, result]) => make("p", {},
-            `${name}: ${Object.entries(result.tables).map(([kind, number]) => `${number} ${kind}`).join(", ")}${result.different.length ? `: ${result.different.join(", ")}` : ""}`))),
-          make("td", {}, badge(each.result, { equal: "good", different: "bad" }[each.result] || "warn")))), "Run penstock verify to compare."))));
+          make("td", {}, badge(each.status, { done: "good", refused: "bad" }[each.status] || "info")))), "No commands yet.")));
   };
   return { poll };
 }
 
+// Comparisons with the source
+
+const RESULTS = { equal: "good", different: "bad" };
+
+function verifyButton(text, targets) {
+  const what = targets.tables ? targets.tables.join(", ") : "all tables";
+  const run = () => act(`Verify ${what}`, "Every row is compared with the source, in a process of its own at a low priority. Changes wait for a second or two; "
+    + "at a destination without versions, such as Parquet, until the comparison ends.", "/verifications", targets);
+  return button(text, run, { "aria-label": `Verify ${what}` });
+}
+
+function verifyProgress() {
+  const each = now && now.verifying;
+  if (!each) return null;
+  const doing = { starting: "Starting…", waiting: `Waiting: ${each.text}`, held: "Bringing both sides to one position…" }[each.step]
+    || `Comparing ${each.table || "…"}`;
+  return card("", make("p", { class: "doing" }, make("b", {}, prose(doing)),
+    ` ${each.compared ? `${count(each.compared)} done, ` : ""}for ${seconds(Math.max(0, now.at - each.since))}`),
+    make("progress", { max: 1, value: each.step === "comparing" ? each.fraction : null, "aria-label": "Comparison of the current table" }),
+    make("p", { class: "crumb" }, each.text && each.step !== "waiting" ? `${each.text}; ` : "", `asked by ${each.requested_by}`));
+}
+
+function unequalTable(output, each, rows) {
+  const counts = ["missing", "extra", "changed", "unsettled", "equal"].filter((kind) => each[kind]).map((kind) => `${count(each[kind])} ${kind}`);
+  const pairs = (key) => Object.entries(key).map(([name, value]) => `${name}=${value === null ? "NULL" : value}`).join(" ") || "one row";
+  const columns = (each.columns || []).map((column) => {
+    const sides = { missing: `(${column.source}) is missing at the destination`, extra: `(${column.destination}) exists only at the destination`,
+      renamed: `is called ${column.destination} at the destination`, type: `is ${column.destination} at the destination, and should be ${column.source}` };
+    return `column ${column.column} ${sides[column.kind]}`;
+  });
+  return make("tr", {}, make("td", { class: "name" }, make("a", { href: tableLink(output, each.table) }, each.table),
+    make("p", {}, each.reason ? prose(each.reason) : counts.join(", ")), columns.map((text) => make("p", { class: "reason" }, text)),
+    (each.not_compared || []).map((text) => make("p", {}, `not compared: ${text}`)),
+    rows && rows.length > 0 && make("ul", { class: "keys mono" }, rows.map((row) =>
+      make("li", {}, `${row.kind} ${pairs(row.key)}${row.columns.length ? `: ${row.columns.join(", ")}` : ""}`)))),
+  make("td", { class: "number" }, badge(each.result, RESULTS[each.result] || "warn")));
+}
+
+function verify() {
+  const all = make("span"), running = make("div", { role: "status" }), runs = make("div", { class: "runs" });
+  main.replaceChildren(make("div", { class: "title" }, make("h1", {}, "Verify"), make("div", { class: "actions" }, all)), running, runs);
+  const open = new Set(), keys = {};
+  let shown = "", wasRunning = false;
+  const oneRun = (each) => {
+    const outputs = Object.entries(each.outputs);
+    const summary = outputs.map(([name, found]) => `${name}: ${Object.entries(found.tables).map(([kind, number]) => `${count(number)} ${kind}`).join(", ") || "no tables"}`);
+    const unequal = outputs.flatMap(([name, found]) => found.found.map((table) => {
+      const known = keys[each.id] && keys[each.id].outputs[name].found.find((other) => other.table === table.table);
+      return unequalTable(name, table, known && known.differences);
+    }));
+    const hidden = !keys[each.id] && outputs.some(([, found]) => found.found.some((table) => table.missing || table.extra || table.changed));
+    const showKeys = async () => {
+      if (!token && !(await unlock())) return;
+      try {
+        keys[each.id] = await read(`/verifications/${encodeURIComponent(each.id)}`);
+      } catch (error) {
+        if (error.status === 401) lock();
+        say(error.message, "bad");
+      }
+      poll();
+    };
+    const details = make("details", { open: open.has(each.id), ontoggle: () => (details.open ? open.add(each.id) : open.delete(each.id)) },
+      make("summary", {}, badge(each.result, RESULTS[each.result] || "warn"), make("time", { class: "when", datetime: new Date(each.at * 1000).toISOString() }, moment(each.at * 1000)),
+        make("span", {}, each.reason || summary.join("; ")), make("span", { class: "crumb" }, `by ${each.requested_by || "unknown"}`)),
+      outputs.map(([name, found]) => make("p", { class: "crumb" }, `${name}: at ${found.position || "–"}, ${count(found.rows.equal)} rows equal${found.sample && found.sample < 1 ? `, in a sample of ${found.sample * 100}%` : ""}`)),
+      unequal.length ? make("div", { class: "scroll" }, make("table", {}, make("tbody", {}, unequal))) : "",
+      hidden && make("p", {}, "Keys of rows are values of cells: ", button("Show keys", showKeys)));
+    return card("", details);
+  };
+  const update = () => {
+    const progress = verifyProgress();
+    running.replaceChildren(...[progress].filter(Boolean));
+    const label = progress ? "running" : "idle";
+    if (all.dataset.shown !== label) {
+      all.dataset.shown = label;
+      const start = verifyButton("Verify all tables", {});
+      start.disabled = Boolean(progress);
+      all.replaceChildren(start);
+    }
+    if (wasRunning && !progress) refresh();
+    wasRunning = Boolean(progress);
+  };
+  const poll = async () => {
+    const { verifications } = await read("/verifications");
+    const wanted = JSON.stringify([verifications, Object.keys(keys)]);
+    if (wanted === shown) return;
+    shown = wanted;
+    runs.replaceChildren(...(verifications.length ? verifications.map(oneRun) : [card("", make("p", { class: "empty" }, "No comparison yet."))]));
+  };
+  return { update, poll };
+}
+
 // Going from view to view
 
-const VIEWS = { "": overview, tables, documents, events };
+const VIEWS = { "": overview, tables, documents, verify, events };
 
 function route(event) {
   const [name, output, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);

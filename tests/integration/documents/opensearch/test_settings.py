@@ -175,3 +175,32 @@ def test_two_databases_share_an_alias_and_have_ids_of_their_own(make_sink: MakeS
     again.ensure_index(mapping_for("us", shared, f"{shared}-too"))
     assert again.is_seeded(f"{looker.index}-us")
     assert set(looker.stored(f"{shared}-too")) == {'us"1', 'us"2'}, "in place"
+
+
+def test_an_index_template_of_the_server_fills_in_what_nobody_says(make_sink: MakeSink, looker: Looker) -> None:
+    """The server merges templates by name; what Penstock sends, and so the specification, goes before them."""
+    template = {
+        "index_patterns": [f"{looker.index}_*"],
+        "template": {
+            "settings": {"max_result_window": 7777, "number_of_shards": 4, "refresh_interval": "33s"},
+            "mappings": {"properties": {"name": {"type": "keyword"}, "added": {"type": "keyword"}}},
+        },
+    }
+    looker.request("PUT", f"/_index_template/{looker.index}", template)
+    try:
+        sink = make_sink(refresh_interval="7s")
+        sink.ensure_index(mapping_of(looker, f"{{number_of_shards: 2, analysis: {ANALYSIS}}}"))
+        write(sink.filling(looker.index), looker.index, {"1": {"name": "AB-12"}})
+        sink.mark_seeded(looker.index)
+        there = looker.settings(looker.index)
+        assert there["index.max_result_window"] == "7777", "only the template says it"
+        assert (there["index.number_of_shards"], there["index.refresh_interval"]) == ("2", "7s")
+        [found] = looker.request("GET", f"/{looker.index}/_mapping").values()
+        fields = found["mappings"]["properties"]
+        assert (fields["name"]["type"], fields["added"]["type"]) == ("text", "keyword")
+        again = make_sink(refresh_interval="7s")
+        again.ensure_index(mapping_of(looker, f"{{number_of_shards: 2, analysis: {ANALYSIS}}}"))
+        assert again.is_seeded(looker.index), "what the template added is no reason for a new index"
+        assert looker.stored() == {"1": {"name": "AB-12"}}
+    finally:
+        looker.request("DELETE", f"/_index_template/{looker.index}")
