@@ -14,6 +14,7 @@ from penstock.copy import CopySettings
 from penstock.destinations.parquet import ParquetDestination, ParquetReader
 from penstock.errors import Retry
 from penstock.lsn import reaches
+from penstock.source.connections import Role
 from penstock.source.snapshots import SLOT_PREFIX
 from penstock.state import CommandKind, Errored, MemoryStore
 from penstock.state.transitions import is_legal
@@ -54,7 +55,7 @@ class Site:
         self.database = database
         self.store = MemoryStore("disturbed")
         self._lake = folder / "lake"
-        self._settings = tables_settings(database, folder, "disturbed", copy=CopySettings(range_bytes=64 << 10))
+        self._folder = folder
         self.pipeline: Alone | None = None
         database.execute(
             "create table busy (id int primary key, version int, note text);"
@@ -65,9 +66,10 @@ class Site:
                 f"insert into {table} select i, 0, repeat('n', i % 1000) from generate_series(1, {ROWS}) i"
             )
 
-    def start(self, tasks: ProcessTasks | None = None) -> Alone:
-        destination = ParquetDestination(self._lake)
-        self.pipeline = tables_alone(self._settings, self.store, destination, tasks or ProcessTasks())
+    def start(self, tasks: ProcessTasks | None = None, *, lock_timeout: float = 60.0) -> Alone:
+        copy = CopySettings(range_bytes=64 << 10, lock_timeout=lock_timeout)
+        settings = tables_settings(self.database, self._folder, "disturbed", copy=copy)
+        self.pipeline = tables_alone(settings, self.store, ParquetDestination(self._lake), tasks or ProcessTasks())
         self.pipeline.start()
         return self.pipeline
 
@@ -98,6 +100,17 @@ class Site:
         assert self.pipeline is not None
         self.pipeline.wait(0)
         return {name: phase.name for name, phase in self.pipeline.phases.items()}
+
+    def wait_failed(self) -> Errored:
+        """Wait until the copy of `busy` has failed once; it is retried."""
+
+        def failures() -> list[Errored]:
+            self.phases()
+            return [phase for phase in self.history("busy") if isinstance(phase, Errored)]
+
+        failed, *_ = wait_for(failures, "the copy to fail")
+        assert failed.retry_policy.retry is Retry.TIMED
+        return failed
 
     def history(self, table: str) -> list[Any]:
         """The phases of a table, each of which may follow the one before."""
@@ -215,6 +228,63 @@ def test_ddl_does_not_wait_for_the_whole_copy(site: Site) -> None:
     site.wait_until_equal()
     assert waited == ["data_sync"]
     assert [phase.name for phase in site.history("busy")] == WAY
+
+
+@pytest.mark.remedy("SnapshotLost")
+@pytest.mark.trap(20)
+def test_a_copy_whose_snapshot_ends_begins_anew(site: Site) -> None:
+    def act() -> None:
+        holders = "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database()"
+        assert site.database.execute(f"{holders} and application_name like %s", [f"%:{Role.SNAPSHOT}"])
+        site.change()
+
+    site.start(DisturbedTasks("public.busy", 1, act))
+    failed = site.wait_failed()
+    assert "snapshot" in failed.reason
+    assert failed.solution is not None
+    assert "The copy restarts automatically" in failed.solution
+    site.wait_until_equal()
+
+
+@pytest.mark.remedy("TableLocked")
+def test_a_lock_that_blocks_a_copy_is_ended_by_the_command_that_is_printed(site: Site) -> None:
+    locking = site.database.connect(autocommit=False)
+
+    def act() -> None:
+        locking.execute("lock table busy in access exclusive mode")
+
+    site.start(DisturbedTasks("public.busy", 1, act), lock_timeout=0.2)
+    failed = site.wait_failed()
+    assert failed.solution is not None
+    assert "pg_terminate_backend(pid)" in failed.solution
+    site.database.execute("select pg_terminate_backend(%s)", [locking.info.backend_pid])
+    locking.close()
+    site.wait_until_equal()
+
+
+@pytest.mark.remedy("StatementInterrupted")
+def test_a_copy_whose_statement_is_cancelled_goes_on_once_nobody_cancels_it(site: Site) -> None:
+    locking = site.database.connect(autocommit=False)
+
+    def act() -> None:
+        locking.execute("lock table busy in access exclusive mode")
+
+    def cancel() -> list[tuple[Any, ...]]:
+        return site.database.execute(
+            "select pg_cancel_backend(pid) from pg_stat_activity"
+            " where %s = any(pg_blocking_pids(pid)) and datname = current_database()",
+            [locking.info.backend_pid],
+        )
+
+    site.start(DisturbedTasks("public.busy", 1, act))
+    wait_for(cancel, "the copy to wait for the lock")
+    failed = site.wait_failed()
+    assert "canceling statement" in failed.reason
+    assert failed.solution is not None
+    assert "exempt the Penstock role" in failed.solution
+    locking.rollback()
+    locking.close()
+    site.wait_until_equal()
 
 
 @pytest.mark.trap(9)

@@ -266,6 +266,27 @@ def test_an_index_that_is_never_complete_holds_back_no_other(site: Site) -> None
         assert output.indexes["orders"].status is not IndexStatus.SEEDED
 
 
+@pytest.mark.remedy("IndexIncomplete")
+def test_an_index_from_which_another_program_deletes_is_rebuilt_until_nobody_does(site: Site) -> None:
+    class Robbed(MemorySink):
+        rounds = 2
+
+        def count(self, index: str) -> int | None:
+            found = super().count(index)
+            if index != "orders" or found is None or not Robbed.rounds:
+                return found
+            # The sink is copied to fill an index.
+            Robbed.rounds -= 1
+            return found - 1
+
+    with_sink(site, Robbed())
+    with run(output := site.output()):
+        site.wait_settled(output)
+        assert Robbed.rounds == 0
+        assert "should have 50 documents" in (output.indexes["orders"].reason or "")
+        site.check()
+
+
 def test_a_sink_that_is_away_at_the_start_is_waited_for(site: Site) -> None:
     class Away(MemorySink):
         attempts = 0

@@ -41,24 +41,15 @@ UNRUN: dict[str, str] = {
     **dict.fromkeys(("PenstockError", "SourceError", "SpoolError", "StateError", "DestinationError"), BASES),
     **dict.fromkeys(("QueryFailed", "TableRejected", "NotComparable"), ELSEWHERE),
     "UnsupportedServer": "another server is needed; `check_version` and `check_standby` name it",
-    "SnapshotLost": "nothing to do: the copy restarts (`pg_terminate_backend` in the fault trials)",
-    "StatementInterrupted": "nothing to do: retried; what interrupts statements is outside of Penstock",
-    "IndexIncomplete": "nothing to do: the index is rebuilt; what else writes to it is outside of Penstock",
-    "TableBusy": "nothing to do: retried; which program writes the table is outside of Penstock",
-    "TableLocked": "`pg_terminate_backend(pid)`, as for `SnapshotBlocked`; the fault trials lock tables",
     "DecodeError": "a defect, to be reported",
     "IllegalTransition": "a defect of Penstock, or the remedy is `penstock resync`, which other tests run",
     "PositionGone": "for callers of the Python API: the order of two calls",
-    "DestinationRefused": "credentials and certificates at a search server (`test_encryption`)",
     "FailpointReached": "raised by tests only",
 }
 """Errors whose remedy no test runs, and why."""
 UNRUN_FINDINGS: dict[str, str] = {
     **dict.fromkeys(("server_version", "server_role"), "another server is needed"),
-    **dict.fromkeys(
-        ("replication_slots", "wal_senders", "idle_slot_timeout", "wal_sender_timeout", "other_slots"),
-        "a setting of the server, or another program's slot, which a person chooses",
-    ),
+    "other_slots": "another program's slot, which a person drops",
     **dict.fromkeys(("encoding", "slot_retention", "slot_failover"), "data or machines outside of Penstock"),
     **dict.fromkeys(("connection", "replication_connection", "state", "spool", "slot"), "the errors of the same name"),
     **dict.fromkeys(

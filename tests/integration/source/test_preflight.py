@@ -286,7 +286,8 @@ def test_prepared_transactions_delay_new_slots(any_database: Any) -> None:
     assert any("held" in subject for subject in check.subjects)
 
 
-def test_settings_that_lose_slots(make_server: MakeServer) -> None:
+@pytest.mark.remedy("replication_slots", "wal_senders", "idle_slot_timeout", "wal_sender_timeout")
+def test_settings_that_lose_slots_are_found_and_their_remedies_work(make_server: MakeServer) -> None:
     server = make_server(
         settings={
             "wal_level": "replica",
@@ -311,6 +312,20 @@ def test_settings_that_lose_slots(make_server: MakeServer) -> None:
     server.execute("select pg_reload_conf()")
     report = run_preflight(SourceSettings(server.dsn()))
     assert state(report, "wal_sender_timeout") == WARNING
+    remedies = {
+        "wal_level": "wal_level = 'logical'",
+        "idle_slot_timeout": "idle_replication_slot_timeout = 0",
+        "wal_sender_timeout": "wal_sender_timeout = '60s'",
+        "replication_slots": "max_replication_slots = 10",
+        "wal_senders": "max_wal_senders = 10",
+    }
+    for id_, setting in remedies.items():
+        name, _, value = setting.partition(" = ")
+        assert name in finding(report, id_).what + finding(report, id_).remedy
+        server.execute(f"alter system set {name} = {value}")
+    server.restart()
+    report = run_preflight(SourceSettings(server.dsn()))
+    assert {state(report, id_) for id_ in remedies} == {PASSED}
 
 
 def test_connections_of_checks_do_not_use_up_the_senders(make_server: MakeServer) -> None:

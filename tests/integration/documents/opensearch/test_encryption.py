@@ -98,13 +98,20 @@ def test_a_certificate_that_is_trusted_is_enough(gateway: Gateway, certificate: 
         sink.close()
 
 
-def test_without_the_certificate_that_a_server_asks_for_it_is_refused(
+@pytest.mark.remedy("DestinationRefused")
+def test_without_the_certificate_that_a_server_asks_for_it_is_refused_and_with_it_it_writes(
     opensearch: ExistingOpenSearch, certificate: Path, looker: Looker
 ) -> None:
     gateway = Gateway(opensearch.url, certificate, asks_who=True)
     sink = OpenSearchSink(gateway.url, ca_file=str(certificate))
-    with pytest.raises(DestinationRefused, match="encrypted"):
+    with pytest.raises(DestinationRefused, match="encrypted") as caught:
         sink.ensure_index(mapping_of(looker.index))
+    sink.close()
+    assert "certificates" in caught.value.hint
+    own = {"client_certificate": str(certificate), "client_key": str(certificate.with_suffix(".key"))}
+    sink = OpenSearchSink(gateway.url, ca_file=str(certificate), replicas=0, **own)
+    sink.ensure_index(mapping_of(looker.index))
+    assert write(sink, looker.index, {"a": {"n": 1}}) == []
     sink.close()
     gateway.close()
 

@@ -20,24 +20,27 @@ from penstock.destinations.delta.maintenance.compaction import (
 )
 from penstock.destinations.delta.storage import LocalStorage
 from penstock.destinations.naming import FOLDERS
-from penstock.errors import IllegalTransition, TableRejected
+from penstock.errors import IllegalTransition, Retry, TableBusy, TableRejected
 from penstock.testing.destinations import LocalTasks, ScriptedSource
 from penstock.testing.destinations.contract import ORDERS
 from tests.unit.destinations.delta.orders import assert_durable, copied, expected, notes, order, started, update, write
 
 
 class InterruptedTasks(LocalTasks):
-    """Runs jobs; before the next one ends something else happens, once."""
+    """Runs jobs; before the next one ends something else happens, once, or each time if it is `lasting`."""
 
     interruption: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         LocalTasks.__init__(self)
         self.interruption = None
+        self.lasting = False
 
     def run(self, items: Sequence[Any], function: Callable[[Any], Any], *, description: str) -> list[Any]:
         results = LocalTasks.run(self, items, function, description=description)
-        happen, self.interruption = self.interruption, None
+        happen = self.interruption
+        if not self.lasting:
+            self.interruption = None
         if happen is not None:
             happen()
         return results
@@ -50,6 +53,16 @@ class TwiceTasks(LocalTasks):
         results = LocalTasks.run(self, items, function, description=description)
         LocalTasks.run(self, items, function, description=description)
         return results
+
+
+def compact(lake: Path, settings: CompactionSettings) -> None:
+    storage = LocalStorage(lake / FOLDERS.table(ORDERS))
+    log = DeltaLog(storage)
+    snapshot = log.refresh()
+    assert snapshot is not None
+    groups = plan_compaction(storage, snapshot, settings)
+    assert groups
+    assert commit_rewritten(log, [rewrite_group(group) for group in groups])
 
 
 @pytest.mark.trap(28, 35)
@@ -76,18 +89,25 @@ def test_compaction_between_match_and_commit_keeps_all(lake: Path, source: Scrip
     for number in range(3):
         assert_durable(write(destination, update(source, number, number + 3, note=f"{number}")))
 
-    def compact() -> None:
-        storage = LocalStorage(lake / FOLDERS.table(ORDERS))
-        log = DeltaLog(storage)
-        snapshot = log.refresh()
-        assert snapshot is not None
-        groups = plan_compaction(storage, snapshot, CompactionSettings(min_files=2))
-        assert groups
-        assert commit_rewritten(log, [rewrite_group(group) for group in groups])
-
-    tasks.interruption = compact
+    tasks.interruption = lambda: compact(lake, CompactionSettings(min_files=2))
     assert_durable(write(destination, update(source, 4, 5, 6, note="last")))
     assert notes(lake) == expected(_0="0", _1="1", _2="2", _3="0", _4="last", _5="last", _6="last")
+
+
+@pytest.mark.remedy("TableBusy")
+def test_a_table_that_others_keep_rewriting_is_written_once_they_stop(lake: Path, source: ScriptedSource) -> None:
+    tasks = InterruptedTasks()
+    destination = copied(lake, source, tasks)
+    every_file = CompactionSettings(dead_fraction=0.0)
+    tasks.lasting, tasks.interruption = True, lambda: compact(lake, every_file)
+    batch = update(source, 1, 2, note="late")
+    error = write(destination, batch).error
+    assert isinstance(error, TableBusy)
+    assert error.retry is Retry.TIMED
+    assert notes(lake) == expected()
+    tasks.interruption = None
+    assert_durable(write(destination, batch))
+    assert notes(lake) == expected(_1="late", _2="late")
 
 
 @pytest.mark.trap(35)
