@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 import psycopg
 import pyarrow as pa
+import urllib3
 from harness import (
     BenchmarkFailed,
     cleaned_up,
@@ -54,7 +57,7 @@ from penstock.testing.postgres import PostgresServer
 from penstock.workers.process_tasks import ProcessTasks
 
 CORES = 2
-PSQL, OURS = "psql", "documents"
+PSQL, OURS, BULKS = "psql", "documents", "plain bulk requests"
 INDEX = "customers"
 FAN_OUTS = (1, 10, 1000)
 HANG_SECONDS = 3600.0
@@ -358,9 +361,13 @@ def _search(server: PostgresServer, folder: Path, tasks: Any, arguments: argpars
     with OpenSearchServer(heap_megabytes=2048, java_options=()) as search:
         bench = Bench(server, own, arguments.search_rows, tasks, OpenSearchSink(search.url, replicas=0))
         with bench.started():
-            seconds = bench.fill()
-            rate = arguments.search_rows / seconds
-            say(f"opensearch: {rate:,.0f} documents/s in {seconds:.1f} s, load average {load_average():.1f}")
+            bulks = Bulks(search)
+            seconds: dict[str, list[float]] = {BULKS: [], OURS: []}
+            for who in take_turns(BULKS, OURS, arguments.rounds):
+                seconds[who].append(bulks.send() if who == BULKS else bench.fill())
+                rate = arguments.search_rows / seconds[who][-1]
+                say(f"opensearch, {who}: {rate:,.0f} documents/s, load average {load_average():.1f}")
+            rates = {who: arguments.search_rows / median(each) for who, each in seconds.items()}
             with Searching(search) as searching:
                 committed = bench.commit_steadily(arguments.rate, arguments.seconds)
                 bench.wait_followed()
@@ -368,7 +375,66 @@ def _search(server: PostgresServer, folder: Path, tasks: Any, arguments: argpars
     lags = searching.lags(committed)
     p50, p99 = (float(np.percentile(lags, each)) for each in (50, 99))
     say(f"commit to search: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, of {len(lags)} changes")
-    return {"documents_per_second": round(rate), "searchable": {"p50_s": round(p50, 4), "p99_s": round(p99, 4)}}
+    return {
+        "documents_per_second": round(rates[OURS]),
+        "bulk_documents_per_second": round(rates[BULKS]),
+        "ratio": round(rates[OURS] / rates[BULKS], 3),
+        "searchable": {"p50_s": round(p50, 4), "p99_s": round(p99, 4)},
+    }
+
+
+class Bulks:
+    """The documents that a search server has, as bulk requests made beforehand: what the server takes at best."""
+
+    PAGE = 5_000
+    CLIENTS = CORES
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        [described] = server.request("GET", f"/{INDEX}").values()
+        self._mappings = described["mappings"]
+        self._bodies = [self._body(page) for page in self._pages()]
+        self._count = server.request("GET", f"/{INDEX}/_count")["count"]
+
+    def send(self) -> float:
+        """Fill an index with the same mapping; return the seconds until all documents can be searched."""
+        name = f"bulk_{secrets.token_hex(4)}"
+        settings = {"number_of_shards": 1, "number_of_replicas": 0, "refresh_interval": "-1"}
+        self._server.request("PUT", f"/{name}", {"settings": settings, "mappings": self._mappings})
+        began = time.monotonic()
+        with ThreadPoolExecutor(self.CLIENTS) as clients:
+            for errors in clients.map(self._send_some, [name] * self.CLIENTS, range(self.CLIENTS)):
+                if errors:
+                    raise BenchmarkFailed("a bulk request had errors")
+        self._server.request("POST", f"/{name}/_refresh")
+        seconds = time.monotonic() - began
+        found = self._server.request("GET", f"/{name}/_count")["count"]
+        if found != self._count:
+            raise BenchmarkFailed(f"{found:,} documents came of {self._count:,}")
+        self._server.request("DELETE", f"/{name}")
+        return seconds
+
+    def _send_some(self, name: str, first: int) -> bool:
+        pool = urllib3.PoolManager(headers={"Content-Type": "application/x-ndjson"})
+        url = f"{self._server.url}/{name}/_bulk?filter_path=errors"
+        return any(
+            pool.request("POST", url, body=body).json()["errors"] for body in self._bodies[first :: self.CLIENTS]
+        )
+
+    def _pages(self) -> Iterator[list[Any]]:
+        after: list[Any] = []
+        while True:
+            query = {"size": self.PAGE, "sort": [{"email": "asc"}], **({"search_after": after} if after else {})}
+            page = self._server.request("POST", f"/{INDEX}/_search", query)["hits"]["hits"]
+            if not page:
+                return
+            yield page
+            after = page[-1]["sort"]
+
+    @staticmethod
+    def _body(page: list[Any]) -> bytes:
+        lines = ((json.dumps({"index": {"_id": each["_id"]}}), json.dumps(each["_source"])) for each in page)
+        return "".join(f"{head}\n{source}\n" for head, source in lines).encode()
 
 
 class Searching:

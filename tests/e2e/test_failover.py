@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 
+import penstock
 from penstock.capture import CaptureProcess
 from penstock.coordinator import Coordinator
 from penstock.destinations.delta.destination import DeltaDestination
@@ -33,6 +34,7 @@ from penstock.workers.process_tasks import ProcessTasks
 from tests.e2e.documents import documents_of, specifications
 from tests.e2e.support import Alone, Background, current_position, tables_alone, tables_settings, wait_for
 from tests.support.readback import MemoryReadBack, check_equal
+from tests.support.spark_stream import Collected
 
 NOTES = "{version: 1, schema: public, table: busy, fields: [{text: note}]}"
 STANDBY = "standby"
@@ -64,9 +66,9 @@ class Site:
     def connect(self) -> psycopg.Connection[Any]:
         return psycopg.connect(self.dsn, autocommit=True)
 
-    def execute(self, query: str) -> list[tuple[Any, ...]]:
+    def execute(self, query: str, parameters: Any = None) -> list[tuple[Any, ...]]:
         with self.connect() as connection:
-            return execute_on(connection, query)
+            return execute_on(connection, query, parameters)
 
     def settings(self) -> Any:
         return replace(tables_settings(self, self.folder), **self.options)
@@ -317,6 +319,38 @@ def test_a_standby_that_is_promoted_while_it_is_the_source_keeps_its_positions(s
         wait_for(lambda: reaches(running.status.acknowledged, current_position(site)), "the changes")
         assert running.copies == {}
         check_equal(source.dsn, MemoryReadBack(destination), ["busy", "quiet"])
+
+
+def test_a_streaming_query_goes_on_after_a_failover_with_its_slot(site: Site, spark: Any) -> None:
+    """Promoted while the query runs, and while it is stopped."""
+    penstock.register(spark)
+    options = {"table": "busy", "slot": site.settings().slot}
+
+    def add_standby() -> None:
+        """While the log grows without transactions: the query acknowledges it, and the standby does not get ahead."""
+        grow = "select pg_logical_emit_message(false, 'test', repeat('x', 20000000))"
+        with Background(site, lambda connection: connection.execute(grow), 0.5):
+            site.add_standby()
+
+    def inserted(query: Collected) -> list[int]:
+        return [row.id for row in query.rows if row["_op"] == "insert"]
+
+    def insert(query: Collected, number: int) -> None:
+        site.execute(f"insert into busy values ({number})")
+        wait_for(lambda: query.wait_batches(0) is not None and number in inserted(query), "the row")
+
+    with Collected(spark, site.folder, site.dsn, **options) as query:
+        query.wait_slot(site)
+        add_standby()
+        insert(query, 10001)
+        site.fail_over(site.primary.kill)
+        insert(query, 10002)
+        add_standby()
+    site.execute("insert into busy values (10003)")
+    site.fail_over(site.primary.stop)
+    with Collected(spark, site.folder, site.dsn, **options) as again:
+        insert(again, 10004)
+    assert [*inserted(query), *inserted(again)] == [10001, 10002, 10003, 10004]
 
 
 def attempts(tables: Any) -> dict[str, str]:
