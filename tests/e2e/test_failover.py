@@ -324,7 +324,7 @@ def test_a_standby_that_is_promoted_while_it_is_the_source_keeps_its_positions(s
 def test_a_streaming_query_goes_on_after_a_failover_with_its_slot(site: Site, spark: Any) -> None:
     """Promoted while the query runs, and while it is stopped."""
     penstock.register(spark)
-    options = {"table": "busy", "slot": site.settings().slot}
+    options: dict[str, Any] = {"table": "busy", "slot": site.settings().slot}
 
     def add_standby() -> None:
         """While the log grows without transactions: the query acknowledges it, and the standby does not get ahead."""
