@@ -393,13 +393,14 @@ class Bulks:
         self._server = server
         [described] = server.request("GET", f"/{INDEX}").values()
         self._mappings = described["mappings"]
+        self._analysis = {"analysis": described["settings"]["index"].get("analysis", {})}
         self._bodies = [self._body(page) for page in self._pages()]
         self._count = server.request("GET", f"/{INDEX}/_count")["count"]
 
     def send(self) -> float:
         """Fill an index with the same mapping; return the seconds until all documents can be searched."""
         name = f"bulk_{secrets.token_hex(4)}"
-        settings = {"number_of_shards": 1, "number_of_replicas": 0, "refresh_interval": "-1"}
+        settings = self._analysis | {"number_of_shards": 1, "number_of_replicas": 0, "refresh_interval": "-1"}
         self._server.request("PUT", f"/{name}", {"settings": settings, "mappings": self._mappings})
         began = time.monotonic()
         with ThreadPoolExecutor(self.CLIENTS) as clients:
