@@ -453,13 +453,17 @@ def _slot_held(scene: Scene) -> Iterator[None]:
 @_fault(3)
 def _table_locked(scene: Scene) -> Iterator[None]:
     """In ACCESS EXCLUSIVE mode, for longer than a look at the catalog waits for a lock."""
+    published = "select schemaname, tablename from pg_publication_tables where pubname = %s order by 1, 2"
     with psycopg.connect(scene.dsn) as connection:
-        names = connection.execute(
-            "select schemaname, tablename from pg_publication_tables where pubname = %s order by 1, 2",
-            [scene.pipeline.settings.id],
-        ).fetchall()
-        table = sql.Identifier(*scene.random.choice(names))
-        connection.execute(sql.SQL("lock table {} in access exclusive mode").format(table))
+        is_locked = False
+        while not is_locked:
+            names = connection.execute(published, [scene.pipeline.settings.id]).fetchall()
+            table = sql.Identifier(*scene.random.choice(names))
+            try:
+                connection.execute(sql.SQL("lock table {} in access exclusive mode").format(table))
+                is_locked = True
+            except psycopg.errors.UndefinedTable:  # another session has just dropped it
+                connection.rollback()
         yield
 
 
