@@ -102,7 +102,7 @@ fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-split bench-latency bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
+bench: bench-capture bench-copy bench-stream bench-split bench-latency bench-served bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
@@ -139,6 +139,10 @@ bench-split: $(STAMP) ## compare one hot table on two cores with one; smaller: A
 .PHONY: bench-latency
 bench-latency: $(STAMP) ## measure the time from commit to visible in Delta, at 200 transactions/s; smaller: ARGS="--seconds 20"
 	$(BIN)/python benchmarks/latency.py $(ARGS)
+
+.PHONY: bench-served
+bench-served: $(STAMP) ## measure what the HTTP server costs under 200 requests/s; smaller: ARGS="--mode latency --seconds 20"
+	$(BIN)/python benchmarks/served.py $(ARGS)
 
 .PHONY: bench-documents
 bench-documents: $(STAMP) opensearch ## compare filling and updating documents with psql building them; smaller: ARGS="--rows 100000"

@@ -69,7 +69,7 @@ def main() -> None:
 def measure(site: Site, run: Run, rows: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Write into one table, and look at what became of it."""
     with TreeWatch(run.pid) as watch:
-        with Writer(site, arguments.rate, _transaction(rows)) as writer:
+        with Writer(site, arguments.rate, transaction_into(rows)) as writer:
             time.sleep(WARM_UP_SECONDS)
             began = time.time()
             time.sleep(arguments.seconds)
@@ -114,10 +114,12 @@ def _make_tables(site: Site, sizes: Sequence[int]) -> None:
         connection.execute("vacuum (freeze, analyze)")
 
 
-def _transaction(rows: int) -> Callable[[psycopg.Connection[Any], int], int]:
+def transaction_into(rows: int, before: int = 0) -> Callable[[psycopg.Connection[Any], int], int]:
+    """Return the transactions into a table of so many rows, for a `Writer`; `before` is how many there were before."""
     table = _name(rows)
 
     def transact(connection: psycopg.Connection[Any], number: int) -> int:
+        number += before
         # The last tenth of the rows is deleted, one by one; the others are updated, all over the table.
         if number % 10 < 6:
             return connection.execute(

@@ -46,6 +46,9 @@ class Site:
     destination: str = "parquet"
     options: Mapping[str, str] | None = None
     """Of the destination, as in TOML."""
+    slot: str = SLOT
+    port: int | None = None
+    """Of the pipeline's HTTP server; None for no server."""
 
     @property
     def lake(self) -> Path:
@@ -63,13 +66,13 @@ id = "bench"
 url = "${{{_SOURCE_URL}}}"
 publication = "{PUBLICATION}"
 manage_publication = false
-slot = "{SLOT}"
+slot = "{self.slot}"
 [spark]
 master = "{self.master}"
 [destination]
 type = "{self.destination}"
 path = "lake"
-{more}"""
+{more}{"" if self.port is None else f"[server]{chr(10)}port = {self.port}{chr(10)}"}"""
         )
 
     def start(self) -> Run:
@@ -118,7 +121,7 @@ path = "lake"
         """Whether the pipeline has acknowledged a position: all before it is durable."""
         with self.server.connect(self.database) as connection:
             query = "select confirmed_flush_lsn::text from pg_catalog.pg_replication_slots where slot_name = %s"
-            row = connection.execute(query, [SLOT]).fetchone()
+            row = connection.execute(query, [self.slot]).fetchone()
         return row is not None and reaches(Lsn.parse(row[0]), position)
 
     def current_position(self) -> Lsn:

@@ -481,6 +481,8 @@ class RunningTables(RunningOutput):
             with connect(self._tables.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
                 waiting = sort_by_size(connection, waiting)
         for table_id in waiting[:free]:
+            if self.lifecycle.stop.is_set():
+                return
             self._pool.start(table_id, self._worker(table_id), self._sync_failed)
 
     def _with_folders(self, table_ids: list[int]) -> list[int]:

@@ -147,7 +147,7 @@ def _describe(
     connection: psycopg.Connection[Any], publication: str, table_id: int
 ) -> tuple[TableSchema, str | None, tuple[str, ...]]:
     """Return the published table, the publication's row filter, and the columns that it omits."""
-    published = {table.oid: table for table in published_tables(connection, publication)}.get(table_id)
+    published = next(iter(published_tables(connection, publication, table_id)), None)
     table = load_table(connection, table_id)
     if published is None or table is None:
         raise PublicationChanged(

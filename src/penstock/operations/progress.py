@@ -71,6 +71,8 @@ class Notice:
     table: str
     """Table or index."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    at: float | None = None
+    """When it happened, as Unix time; None if that is when it was noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +295,12 @@ class Progress:
 
     def _new_phases(self, phases: Mapping[str, TableReplicationPhase]) -> list[Notice]:
         notices = [
-            self._notice(
-                "stopped", _stopped(table, phase), table, {"reason": phase.reason, "solution": _remedy(table, phase)}
+            replace(
+                self._notice(
+                    *("stopped", _stopped(table, phase), table),
+                    {"reason": phase.reason, "solution": _remedy(table, phase)},
+                ),
+                at=self._stopped_at(table, phase),
             )
             for table, phase in phases.items()
             if isinstance(phase, Errored) and self._phases.get(table) != phase
@@ -303,6 +309,12 @@ class Progress:
             text = f"{table} is no longer in the publication; its data stays at the destination"
             notices.append(self._notice("left", text, table, {}))
         return notices
+
+    def _stopped_at(self, table: str, phase: Errored) -> float | None:
+        """Return when a table stopped, perhaps before this process started; None for a stop that follows another."""
+        known = self._phases.get(table)
+        is_again = isinstance(known, Errored) or (known is not None and phase.attempts > 0)
+        return None if is_again else phase.since.timestamp()
 
     def _new_builds(self, indexes: Mapping[str, IndexBuild]) -> list[Notice]:
         notices: list[Notice] = []

@@ -163,7 +163,7 @@ class Running:
         self._status_file.write(looks)
         now = time.time()
         self.last = (now, tuple(looks))
-        self.events.extend((now, each) for each in notices)
+        self.events.extend((now if each.at is None else each.at, each) for each in notices)
         return notices, looks
 
     def is_ready(self) -> bool:

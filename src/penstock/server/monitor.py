@@ -153,7 +153,8 @@ class Monitor:
                     "text": each.text,
                 }
             )
-            for at, each in reversed(list(self.running.events))
+            # Not in the order in which they were noticed: a table may have stopped before this process started.
+            for at, each in sorted(list(self.running.events), key=lambda event: event[0])[::-1]
         ]
 
     def status(self) -> PipelineStatus:

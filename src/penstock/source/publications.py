@@ -39,7 +39,7 @@ _TABLES_13 = """
     from pg_catalog.pg_publication_tables t
     join pg_catalog.pg_namespace n on n.nspname = t.schemaname
     join pg_catalog.pg_class c on c.relnamespace = n.oid and c.relname = t.tablename
-    where t.pubname = %s and n.nspname <> 'penstock_ddl'
+    where t.pubname = %s and n.nspname <> 'penstock_ddl' and (%s::oid is null or c.oid = %s::oid)
     order by n.nspname, c.relname
 """
 
@@ -115,6 +115,7 @@ _TABLES_15 = f"""
           and not exists (
               select from pg_catalog.pg_publication_namespace s where s.pnpubid = p.oid and s.pnnspid = c.relnamespace
           )
+    where %s::oid is null or c.oid = %s::oid
     order by d.nspname, d.relname
 """  # noqa: S608 (texts of ours)
 
@@ -227,15 +228,19 @@ def inspect_publication(connection: psycopg.Connection[Any], name: str) -> Publi
     )
 
 
-def published_tables(connection: psycopg.Connection[Any], publication: str) -> list[PublishedTable]:
-    """The tables that the server sends, sorted by schema and name. Raises `PublicationMissing`."""
+def published_tables(
+    connection: psycopg.Connection[Any], publication: str, table_id: int | None = None
+) -> list[PublishedTable]:
+    """The tables that the server sends, sorted by schema and name; or only one. Raises `PublicationMissing`."""
     require_publication(connection, publication)
     statement = _TABLES_15 if connection.info.server_version >= SCHEMAS_SINCE else _TABLES_13
     doing = f"list the tables of publication {publication!r}"
     with translated(connection, doing), connection.cursor(row_factory=tuple_row) as cursor:
         return [
             PublishedTable(oid, namespace, name, kind, None if attnums is None else tuple(sorted(attnums)), row_filter)
-            for oid, namespace, name, kind, attnums, row_filter in cursor.execute(statement, [publication]).fetchall()
+            for oid, namespace, name, kind, attnums, row_filter in cursor.execute(
+                statement, [publication, table_id, table_id]
+            )
         ]
 
 

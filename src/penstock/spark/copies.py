@@ -88,6 +88,11 @@ class Turns:
             self._closed = True
             self._changed.notify_all()
 
+    def wait_returned(self, timeout: float) -> bool:
+        """Wait until no turn is taken; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._taken == 0, timeout)
+
     def _is_next(self, ticket: tuple[int, int]) -> bool:
         return self._waiting[0] == ticket and self._taken < self._limit()
 

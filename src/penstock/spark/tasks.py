@@ -46,6 +46,7 @@ COPY_TASK_BYTES = 4 * RANGE_BYTES
 """Bytes of a table in one task, at most, unless a single item has more: a few seconds of work without interruption."""
 COPY_TASK_ITEMS = 4
 """Items of a copy in one task, at most."""
+_CANCEL_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0
 _NO_JVM = (py4j.protocol.Py4JNetworkError, OSError, EOFError)
 _DESCRIPTION, _POOL, _GROUP = "spark.job.description", "spark.scheduler.pool", "spark.jobGroup.id"
@@ -207,9 +208,14 @@ class SparkTasks:
         """Stop copies and other long jobs: cancel running tasks and start no more. Other jobs that apply changes
         continue."""
         self._turns.close()
+        # Again and again: a job that has its turn, and that Spark does not know yet, would run to its end.
+        threading.Thread(target=self._cancel_until_over, name="cancel-copies", daemon=True).start()
+
+    def _cancel_until_over(self) -> None:
         try:
-            self._context.cancelJobsWithTag(self._tag)
-        except (py4j.protocol.Py4JError, OSError):
+            while not self._turns.wait_returned(_CANCEL_SECONDS):
+                self._context.cancelJobsWithTag(self._tag)
+        except (py4j.protocol.Py4JError, OSError, AttributeError):
             logger.debug("spark ended before its copies could be cancelled", exc_info=True)
 
     @property

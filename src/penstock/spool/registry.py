@@ -10,7 +10,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,10 +136,13 @@ class Holds:
             raise HoldBroken("the changes kept during the copy exceeded spool.copy_max_bytes", table_id=table_id)
         return hold.begin
 
-    def wait_confirmed(self, reader: str, table_id: int, timeout: float) -> Lsn:
-        """Like `confirmed`, but wait for the writer."""
+    def wait_confirmed(
+        self, reader: str, table_id: int, timeout: float, check: Callable[[], None] = lambda: None
+    ) -> Lsn:
+        """Like `confirmed`, but wait for the writer; `check` raises when the copy is no longer wanted."""
         deadline = time.monotonic() + timeout
         while (begin := self.confirmed(reader, table_id)) is None:
+            check()
             if time.monotonic() > deadline:
                 raise SpoolError("capture did not confirm a hold in time; is it running?")
             time.sleep(0.02)

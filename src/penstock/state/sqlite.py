@@ -2,6 +2,10 @@
 
 WAL mode, so that readers do not wait for the writer; every commit is synced, since positions are acknowledged to the
 server after it. Keep the file on a local disk: network file systems do not lock reliably.
+
+SQLite gives its lock for writing to whoever asks at the right moment, and lets the others try again and again. A
+process has several connections to the file, one of them for the lease, which must not lose this race: the writers of
+one process take turns.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ import json
 import logging
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from penstock.errors import StateUnavailable, StateUnusable
 from penstock.lsn import Lsn
@@ -90,10 +96,12 @@ class SqliteDatabase:
             raise StateUnusable(f"the folder of the state file does not exist: {path.parent.absolute()}")
         with self._translated("open"):
             self._connection: sqlite3.Connection | None = _connect(_own_file(path), busy_seconds)
+        self._turns = _turns_of(path)
 
     def run(self, work: Callable[[Transaction], ResultT], *, writing: bool = True) -> ResultT:
         """See `records.Database`."""
-        with self._lock, self._translated("write" if writing else "read"):
+        turn = self._turns.take() if writing else nullcontext()
+        with self._lock, turn, self._translated("write" if writing else "read"):
             connection = self._open_connection()
             connection.execute("begin immediate" if writing else "begin")
             try:
@@ -172,6 +180,43 @@ class SqliteDatabase:
             yield
         except sqlite3.Error as error:
             raise unusable(f"cannot {doing} the state in {self._path}", error) from error
+
+
+class Turns:
+    """A lock that is given in the order in which it was asked for; the holder of a plain one can take it again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        """The first one has the turn."""
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Wait for the turn, and have it inside the block."""
+        turn = threading.Event()
+        with self._lock:
+            self._waiting.append(turn)
+            if self._waiting[0] is turn:
+                turn.set()
+        try:
+            turn.wait()
+            yield
+        finally:
+            with self._lock:
+                self._waiting.remove(turn)
+                if self._waiting:
+                    self._waiting[0].set()
+
+
+_every_turns: WeakValueDictionary[tuple[int, int], Turns] = WeakValueDictionary()
+"""Of the files that this process has open."""
+_every_turns_lock = threading.Lock()
+
+
+def _turns_of(path: Path) -> Turns:
+    found = path.stat()
+    with _every_turns_lock:
+        return _every_turns.setdefault((found.st_dev, found.st_ino), Turns())
 
 
 def unusable(what: str, error: sqlite3.Error) -> StateUnusable:

@@ -168,8 +168,11 @@ class TableSync:
 
     def run(self, pool: SyncPool) -> None:
         """Bring the table to SyncDone. Raises `Stopping` if the copy is no longer wanted, and any error."""
+        # Between any two steps: dozens of copies run at the same time, and a stop waits for the step of each.
         self._board.claim(self._table_id, self.attempt)
+        self._check_stop()
         schema, size = self._describe()
+        self._check_stop()
         self._refuse_large(schema, size)
         with pool.place(size, self._check_stop):
             try:
@@ -213,12 +216,13 @@ class TableSync:
         failpoints.reach("after_data_sync")
         # Held before the snapshot is taken: changes committed after it must still be in the spool when the copy ends.
         self._holds.request(self._reader, self._table_id)
-        held_from = self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS)
+        held_from = self._holds.wait_confirmed(self._reader, self._table_id, HOLD_SECONDS, self._check_stop)
         resuming = None if resumption is None else self._resume(schema, resumption, held_from)
         failpoints.reach("before_snapshot")
         with self._snapshot(schema, snapshots) as snapshot:
             self._wait_for_server(snapshot)
             failpoints.reach("after_snapshot")
+            self._check_stop()
             if resumption is not None and not reaches(snapshot.position, resumption.since):
                 # A server without the newest changes took over.
                 self._board.give_up_resuming(self._table_id)

@@ -249,6 +249,28 @@ def test_a_copy_is_given_up_when_closed(spark: Any, tmp_path: Path) -> None:
     assert tasks.run([1], str, description="changes still drain") == ["1"]
 
 
+def test_a_copy_whose_job_is_being_submitted_when_closed_is_given_up(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = SparkTasks(spark)
+    context, cancelled = spark.sparkContext, threading.Event()
+    cancel, parallelize = context.cancelJobsWithTag, context.parallelize
+
+    def submit(*arguments: Any) -> Any:
+        tasks.close()
+        assert cancelled.wait(60)
+        return parallelize(*arguments)
+
+    def work(item: int) -> int:
+        threading.Event().wait(200)
+        return item
+
+    monkeypatch.setattr(context, "cancelJobsWithTag", lambda tag: (cancel(tag), cancelled.set()))
+    monkeypatch.setattr(context, "parallelize", submit)
+    with tasks.copying(), pytest.raises(TasksFailed, match="stopping"):
+        tasks.run([1], work, description="copy")
+
+
 def test_a_second_session_is_the_first(spark: Any) -> None:
     assert build_session(SparkSettings(master="local[2]")).sparkContext is spark.sparkContext
     assert spark.conf.get("spark.sql.timeType.enabled") == "true"

@@ -71,6 +71,19 @@ def test_a_copy_that_failed_is_not_under_way_and_its_next_attempt_is_told():
     assert notice.facts["ranges"] == 4
 
 
+def test_a_table_that_stopped_before_the_process_started_is_told_with_its_own_time():
+    before = Errored("bad", None, RetryPolicy(), DataSync(), datetime(2026, 1, 31, 12, tzinfo=UTC))
+    pipeline = watched({"public.a": before, "public.b": Ready()})
+    progress = Progress(pipeline, lambda status: None)
+    (old,) = progress.look()[0]
+    assert (old.event, old.table, old.at) == ("stopped", "public.a", before.since.timestamp())
+    pipeline.phases = {"public.a": DataSync(), "public.b": replace(before, since=datetime.fromtimestamp(7, UTC))}
+    assert [(new.table, new.at) for new in progress.look()[0]] == [("public.b", 7.0)]
+    # A phase keeps the time of the first failure: of a later one, the time is that of the look.
+    pipeline.phases = {"public.a": replace(before, attempts=1), "public.b": replace(before, position_lost=False)}
+    assert [(new.table, new.at) for new in progress.look()[0]] == [("public.a", None), ("public.b", None)]
+
+
 def test_a_renamed_table_is_reported_as_such_and_its_copy_not_again():
     pipeline = watched({"a.old": Ready(), "a.x": Ready()}, {"a.old": CopyStatus("1", WHOLE, 2.0)})
     pipeline.table_ids = {"a.old": 7, "a.x": 8}

@@ -15,7 +15,7 @@ from penstock.errors import StateError
 from penstock.headroom import Headroom
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
-from penstock.operations.progress import OutputLook
+from penstock.operations.progress import Notice, OutputLook
 from penstock.server import monitor
 from penstock.server.monitor import HISTORY_SECONDS, HISTORY_STEP, Monitor, Unmoved, describe, history_point
 from penstock.state import Errored, Init, Ready, RetryPolicy
@@ -93,6 +93,14 @@ def watched() -> Watched:
 
 def test_a_quiet_pipeline_is_ready(watched: Watched) -> None:
     assert watched.after(3600) == ()
+
+
+def test_events_are_listed_by_their_times(watched: Watched) -> None:
+    noticed = [(50.0, "copied", "a"), (10.0, "stopped", "b"), (50.0, "copied", "c"), (60.0, "left", "d")]
+    watched.pipeline.events = [(at, Notice(event, event, "tables", table)) for at, event, table in noticed]
+    assert [(each["at"][-11:-6], each["table"]) for each in watched.monitor.events] == [
+        *(("01:00", "d"), ("00:50", "c"), ("00:50", "a"), ("00:10", "b")),
+    ]
 
 
 def test_one_stopped_table_leaves_it_ready_and_the_last_one_does_not(watched: Watched) -> None:

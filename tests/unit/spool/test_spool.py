@@ -370,6 +370,18 @@ def test_changes_of_a_copying_table_are_kept_longer(tmp_path, writer, reader):
     assert list((tmp_path / "spool" / "segments").glob("*/*")) == []
 
 
+def test_a_stop_does_not_wait_for_a_hold_that_capture_does_not_confirm(tmp_path):
+    holds = Holds(SpoolFolder(tmp_path / "spool"))
+    (tmp_path / "spool" / "holds").mkdir(parents=True, exist_ok=True)
+    holds.request("lake", 1)
+
+    def check() -> None:
+        raise Stopping
+
+    with pytest.raises(Stopping):
+        holds.wait_confirmed("lake", 1, 600, check)
+
+
 @pytest.mark.trap(24)
 def test_a_copy_over_its_budget_stops_alone(tmp_path):
     writer = SpoolWriter(settings(tmp_path, copy_max_bytes=6_000))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from contextlib import closing
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from penstock.errors import ConfigError, LeaseHeld, LeaseLost, StateNewer, State
 from penstock.state import Init, MemoryStore, SqliteStore, open_store
 from penstock.state import sqlite as sqlite_module
 from penstock.state.sql import Migration, load_migrations
-from penstock.state.sqlite import SqliteDatabase
+from penstock.state.sqlite import SqliteDatabase, Turns
 
 NEWEST = load_migrations("sqlite")[-1].number
 NEXT = Migration(NEWEST + 1, "more", "create table more (x integer);\n")
@@ -131,6 +133,57 @@ def test_a_file_that_somebody_locks_is_an_error_in_time(tmp_path: Path) -> None:
             store.update_table_replication_state(1, Init())
         other.execute("rollback")
         store.update_table_replication_state(1, Init())
+
+
+def test_a_lease_is_renewed_although_its_process_writes_without_a_pause(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    with SqliteStore(path, busy_seconds=0.01) as store, SqliteStore(path, "other", busy_seconds=0.01) as idle:
+        store.acquire_lease()
+        lease = idle.acquire_lease()
+        database, order = lease._database, list[str]()
+        asked = threading.Event()
+
+        def renew() -> None:
+            database.run(lambda transaction: order.append("renewed"))
+
+        def write(transaction: Any) -> None:
+            # The renewal asks while this one writes, and can wait no longer than 10 ms for SQLite's lock.
+            if not asked.is_set():
+                renewing.start()
+                while len(store.database._turns._waiting) < 2:  # pyright: ignore[reportAttributeAccessIssue]
+                    pass
+                asked.set()
+            order.append("wrote")
+
+        renewing = threading.Thread(target=renew)
+        for _ in range(3):
+            store.database.run(write)
+        renewing.join(30)
+        assert order == ["wrote", "renewed", "wrote", "wrote"]
+
+
+def test_a_turn_that_is_given_up_goes_to_the_next(tmp_path: Path) -> None:
+    turns, order = Turns(), list[int]()
+
+    def take(number: int) -> None:
+        with turns.take():
+            order.append(number)
+            if number == 2:
+                raise InterruptedError
+
+    waiting: list[threading.Thread] = []
+    with turns.take():
+        for number in (1, 3, 4):
+            waiting.append(threading.Thread(target=take, args=[number]))
+            waiting[-1].start()
+            while len(turns._waiting) < 1 + len(waiting):
+                pass
+    for each in waiting:
+        each.join(30)
+    with pytest.raises(InterruptedError):
+        take(2)
+    take(5)
+    assert order == [1, 3, 4, 2, 5]
 
 
 def test_a_full_disk_is_an_error_that_time_heals(tmp_path: Path) -> None:

@@ -476,6 +476,24 @@ def test_the_schedule_does_what_is_due_for_all_tables_in_one_job_each(tmp_path: 
     assert len(tasks.jobs) == 4
 
 
+def test_a_stop_waits_for_one_table_and_not_for_all(tmp_path: Path) -> None:
+    class Slow(LocalStorage):
+        def list(self, *arguments: Any, **options: Any) -> Any:
+            read.append(self.url)
+            maintenance._stopping.set()
+            return super().list(*arguments, **options)
+
+    read: list[str] = []
+    tables: dict[str, Storage] = {}
+    for number in range(20):
+        table = LakeTable(LocalStorage(tmp_path / str(number)))
+        table.create(range(5))
+        tables[str(number)] = Slow(tmp_path / str(number))
+    maintenance = Maintenance(lambda: tables, LocalTasks(), MaintenanceSettings())
+    maintenance.run_once(clean_up=True)
+    assert set(read) == {tables["0"].url}
+
+
 def test_tables_with_the_same_name_are_both_maintained(lake: Path) -> None:
     """One was renamed, and has no changes since; the other one has its name now."""
     destination = DeltaDestination(lake, maintenance=False)

@@ -7,10 +7,11 @@ the stream, whose correctness does not depend on maintenance.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -133,7 +134,7 @@ class Maintenance:
         """Rewrite files of all tables in one job, then replace them table by table."""
         with self.writes.writing():
             groups: list[tuple[str, Group]] = []
-            for table, storage in tables.items():
+            for table, storage in self._until_stopped(tables):
                 groups += [(table, group) for group in self._guarded(table, self._plan, storage) or ()]
             results = self._run(groups, rewrite_group, "compact")
             for table in dict.fromkeys(table for table, _ in groups):
@@ -146,7 +147,7 @@ class Maintenance:
 
     def write_checkpoints(self, tables: Mapping[str, Storage]) -> None:
         """Write a checkpoint for each table that has enough commits since its last one."""
-        due = [(table, storage) for table, storage in tables.items() if self._guarded(table, self._due, storage)]
+        due = [each for each in self._until_stopped(tables) if self._guarded(each[0], self._due, each[1])]
         written = self._run(due, write_checkpoint, "write checkpoints of")
         self.counts.checkpoints += len(written)
 
@@ -164,6 +165,10 @@ class Maintenance:
             if result.files:
                 self.counts.deleted_files += result.files
                 logger.info("files were vacuumed folder=%s files=%d bytes=%d", table, result.files, result.bytes)
+
+    def _until_stopped(self, tables: Mapping[str, Storage]) -> Iterator[tuple[str, Storage]]:
+        """Yield the tables: a stop waits for the one whose log is being read, not for all of them."""
+        return itertools.takewhile(lambda _: not self._stopping.is_set(), tables.items())
 
     def _plan(self, storage: Storage) -> list[Group]:
         snapshot = self._log(storage).refresh()
