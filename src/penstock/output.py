@@ -237,6 +237,11 @@ class RunningOutput(ABC):
         """The last build of each index."""
         return {}
 
+    @property
+    def stopped(self) -> Mapping[str, PenstockError]:
+        """The indexes that no longer fit the database, and why; the others go on."""
+        return {}
+
 
 class FailedOutput(RunningOutput):
     """An output that could not start: it refuses commands, with the reason, and does nothing else."""

@@ -26,7 +26,7 @@ from penstock.cli.display import (
     write_line,
 )
 from penstock.cli.options import DEFAULT_PATH, AsJson, ConfigPath, Quiet, configured, configured_path
-from penstock.cli.status import index_status
+from penstock.cli.status import index_reason, index_status
 from penstock.cli.verify import not_compared
 from penstock.config import IndexChoice, load_config
 from penstock.config.units import count_of
@@ -211,7 +211,7 @@ def schema() -> None:
 def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False) -> None:
     """List the indexes: their generation, whether they are complete, and how many documents they have.
 
-    Works whether the pipeline runs or not; changes nothing. If the sink does not answer, a message on stderr says so.
+    Works whether the pipeline runs or not; changes nothing. If the sink cannot be read, a message on stderr says why.
 
     Examples:
 
@@ -234,7 +234,7 @@ def list_indexes(config_path: ConfigPath = DEFAULT_PATH, as_json: AsJson = False
             return
         _print_states(found)
         if trouble is not None:
-            echo(f"the sink does not answer: {trouble.message}", err=True)
+            echo(f"the sink cannot be read: {trouble.message}", err=True)
 
 
 @index.command("rebuild")
@@ -398,7 +398,10 @@ def _print_states(found: Sequence[IndexState]) -> None:
             Text(f"{each.quarantined:,}"),
             Text(generation),
         )
-    print_unwrapped(wide_console(), table)
+    console = wide_console()
+    print_unwrapped(console, table)
+    for reason in filter(None, map(index_reason, found)):
+        console.print(reason, soft_wrap=True)
 
 
 def _exit_status(reports: list[DiffReport]) -> int:

@@ -34,7 +34,7 @@ from penstock.operations.status_model import (
     status_facts,
 )
 from penstock.operations.stores import chosen_outputs, existing_store, require_shared_state, running
-from penstock.state import LeaseInfo
+from penstock.state import IndexStatus, LeaseInfo
 
 STYLES = {"ready": "green", "seeded": "green", "errored": "bold red"}
 """Of phases and of the status of an index; all others are yellow."""
@@ -136,6 +136,8 @@ def render(found: PipelineStatus, *, urgent_first: bool = False) -> RenderableTy
     if indexes:
         parts += [_indexes(indexes), Text()]
     for index in indexes:
+        if reason := index_reason(index):
+            parts += [reason, Text()]
         if index.quarantined:
             text = f": {count_of(index.quarantined, 'document')} in quarantine"
             parts += [
@@ -356,6 +358,13 @@ def index_status(index: IndexState) -> Text:
         written = f"{index.backfill['documents_written']:,} documents written"
         progress = f" {index.backfill['fraction']:.0%}, {written}"
     return Text(f"{index.status}{progress}", style=STYLES.get(index.status, "yellow"))
+
+
+def index_reason(index: IndexState) -> Text | None:
+    """Why an index waits to be filled; None if it does not."""
+    if index.status != IndexStatus.WANTED or not index.reason:
+        return None
+    return Text.assemble((index.index, "bold"), f" waits to be filled: {index.reason}")
 
 
 def _phase(table: TableStatus) -> str:

@@ -128,8 +128,9 @@ def _indexes(
         except SpecificationInvalid as error:
             problems.append(error.message)
             continue
-        name = (sink.index_prefix if sink is not None else "") + specification.name
-        specification = replace(specification, name=name, aliases=section.aliases, id_prefix=section.id_prefix)
+        prefix = "" if sink is None else sink.index_prefix
+        name, aliases = prefix + specification.name, tuple(prefix + each for each in section.aliases)
+        specification = replace(specification, name=name, aliases=aliases, id_prefix=section.id_prefix)
         indexes.append(IndexChoice(specification, path, section.failure_policy))
         problems += _search_only(number, section, sink)
         if _NAME.fullmatch(name) is None:
@@ -139,6 +140,10 @@ def _indexes(
             )
         elif name in [each.name for each in indexes[:-1]]:
             problems.append(f"index.{number}.name: duplicate index {name!r}; give one of them another name")
+    names = {each.name for each in indexes}
+    for each in indexes:
+        for alias in names.intersection(each.specification.aliases):
+            problems.append(f"index {each.name!r}: its alias {alias!r} is the name of an index; use another one")
     if problems:
         raise SpecificationInvalid("\n  ".join(problems), problems=problems)
     return tuple(indexes)

@@ -107,6 +107,11 @@ class SourceTable:
         """Return several columns."""
         return [self.column(name) for name in names]
 
+    def is_unique(self, columns: Iterable[str]) -> bool:
+        """Return whether a unique index has no other columns than these."""
+        named = set(columns)
+        return any(each <= named for each in self.unique)
+
     def has_index_on(self, columns: Iterable[str]) -> bool:
         """Return whether an index begins with these columns, in any order."""
         wanted = set(columns)

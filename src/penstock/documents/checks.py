@@ -22,7 +22,7 @@ from penstock.documents.expressions import KEY_TYPES, VECTOR_TYPES, expression_s
 from penstock.documents.field_types import accepts, accepts_custom, accepts_number, accepts_point
 from penstock.documents.paths import entries_of, link_columns
 from penstock.documents.polling import XMIN, sees_all_sessions, why_unpollable
-from penstock.documents.statements import as_literal, explain, is_standby
+from penstock.documents.statements import as_literal, explain, is_standby, run_statement
 from penstock.errors import ConfigError, SourceError
 from penstock.schema import ReplicaIdentity, TypeKind
 from penstock.source.catalog import load_types, unknown_type
@@ -49,6 +49,10 @@ from penstock.specification.tree import (
 
 _PARTITIONED = "p"
 _CAPTURED = ("r", _PARTITIONED)
+_TABLES = """
+    select c.relname from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace
+    where n.nspname = $1 and c.relkind in ('r', 'p')
+"""
 
 
 def check_index(
@@ -56,7 +60,7 @@ def check_index(
 ) -> Report:
     """Return all findings about one index; the more detailed checks run only if the first find nothing critical."""
     name = specification.name
-    checks = [*_check_tables(specification, catalog)]
+    checks = [*_check_tables(connection, specification, catalog)]
     if is_standby(connection):
         what = "the server is a standby, whose snapshots have no versions for documents"
         checks.append(failed("server_role", Severity.CRITICAL, what, "Use the primary as source."))
@@ -77,12 +81,19 @@ def check_index(
     return Report(Place.of(connection).where, tuple(checks))
 
 
-def _check_tables(specification: IndexSpecification, catalog: SourceCatalog) -> Iterator[Check]:
+def _tables_in(connection: psycopg.Connection[Any], namespace: str) -> list[str]:
+    return [row[0] for row in run_statement(connection, _TABLES, [namespace], "list tables")]
+
+
+def _check_tables(
+    connection: psycopg.Connection[Any], specification: IndexSpecification, catalog: SourceCatalog
+) -> Iterator[Check]:
     for name in sorted(specification.tables()):
         table = catalog.tables.get(name)
         if table is None:
-            remedy = "Correct its name or schema, or create it."
-            yield failed("table", Severity.CRITICAL, f"there is no table {name}", remedy, [str(name)])
+            near = difflib.get_close_matches(name.name, _tables_in(connection, name.namespace), n=1)
+            what = f"there is no table {name}" + (f"; did you mean {near[0]!r}?" if near else "")
+            yield failed("table", Severity.CRITICAL, what, "Correct its name or schema, or create it.", [str(name)])
         elif table.kind not in _CAPTURED:
             yield failed(
                 "table",
@@ -130,7 +141,7 @@ def _check_root(specification: IndexSpecification, table: SourceTable) -> Iterat
             f"Add it to doc_id: [{', '.join((specification.routing, *key))}].",
             [str(table.name)],
         )
-    if frozenset(key) not in table.unique:
+    if not table.is_unique(key):
         yield failed(
             "key",
             Severity.CRITICAL,
@@ -192,7 +203,7 @@ class _Walk:
 
     def _check_unique(self, relation: Relation, where: str) -> Iterator[Check]:
         table = self.catalog.table(relation.table)
-        if set(relation.columns) <= table.columns.keys() and frozenset(relation.columns) not in table.unique:
+        if set(relation.columns) <= table.columns.keys() and not table.is_unique(relation.columns):
             yield failed(
                 "key",
                 Severity.WARNING,

@@ -110,6 +110,7 @@ class Engine:
         self._is_observed = observer is not None
         self._observer = observer or NoopObserver()
         self._stop = stop or threading.Event()
+        sink.retry_until(self._stop)
         self._has_own_store = store is None
         self.store = MemoryStore("engine") if store is None else store
         runs_here = not sink.runs_in_tasks or documents.for_tasks() is None

@@ -149,7 +149,6 @@ class RunningDocuments(RunningOutput):
 
     @property
     def stopped(self) -> Mapping[str, PenstockError]:
-        """The indexes that no longer fit the database, and why; the others go on."""
         return self._builds.stopped
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 
 from penstock.config import Config, IndexChoice
+from penstock.destinations.base import ProbedDestination
 from penstock.documents import PostgresDocuments
 from penstock.documents.builder import DocumentKeys
 from penstock.documents.catalog import SourceCatalog, load_catalog
@@ -18,7 +19,7 @@ from penstock.documents.diff import DiffObserver, DiffReport, IndexDiff, Patienc
 from penstock.documents.explain import Explanation, explain_index
 from penstock.documents.mapping import index_mapping
 from penstock.documents.polling import polled_catalog
-from penstock.errors import DestinationUnavailable, PenstockError
+from penstock.errors import DestinationUnavailable, PenstockError, Retry
 from penstock.operations.status import stored_indexes
 from penstock.operations.status_model import IndexState
 from penstock.operations.stores import existing_store
@@ -28,6 +29,8 @@ from penstock.source.identity import quote_if_needed
 from penstock.source.preflight import Check, Report, Severity, Status
 from penstock.source.preflight.report import failed
 from penstock.source.publications import inspect_publication, published_tables
+
+_FORBIDDEN = 403
 
 
 def chosen_indexes(config: Config, names: list[str] | None) -> tuple[IndexChoice, ...]:
@@ -79,7 +82,7 @@ def check_indexes(config: Config, indexes: Sequence[IndexChoice]) -> dict[str, R
         found: dict[str, Report] = {}
         for each in indexes:
             tables = each.specification.tables()
-            checks = [*_check_sink(each, sink)]
+            checks = [*check_sink(each, sink)]
             if polling is None:
                 checks += _check_published(each, catalog, published, config.pipeline.publication)
             else:
@@ -91,6 +94,26 @@ def check_indexes(config: Config, indexes: Sequence[IndexChoice]) -> dict[str, R
                 report = replace(report, checks=tuple(kept))
             found[each.name] = _with(report, checks)
         return found
+
+
+def check_sink(index: IndexChoice, sink: Sink) -> Iterator[Check]:
+    """Try the sink, and ask whether it would take an index. What it writes it removes again."""
+    try:
+        if isinstance(sink, ProbedDestination):
+            sink.probe()
+        refused = sink.check(index_mapping(index.specification))
+    except PenstockError as error:
+        # A sink that is away is waited for. A user who may write documents may lack the privilege to ask this.
+        if error.retry is Retry.TIMED or error.facts.get("status") == _FORBIDDEN:
+            what = f"settings and mappings were not checked: {error.message}"
+            yield failed("sink", Severity.WARNING, what, error.hint)
+        else:
+            yield failed("sink", Severity.CRITICAL, error.message, error.hint, [index.name], error)
+        return
+    if refused:
+        what = f"the sink would refuse the index: {refused}"
+        remedy = f"Correct settings or options in {index.file.name}, or install what the search server lacks."
+        yield failed("sink", Severity.CRITICAL, what, remedy, [index.name])
 
 
 def explain_indexes(config: Config, indexes: Sequence[IndexChoice]) -> list[Explanation]:
@@ -194,18 +217,6 @@ def _check_published(
                 f"Run: alter publication {quote_if_needed(publication)} add table {name};",
                 [str(name)],
             )
-
-
-def _check_sink(index: IndexChoice, sink: Sink) -> Iterator[Check]:
-    try:
-        refused = sink.check(index_mapping(index.specification))
-    except PenstockError as error:
-        yield failed("sink", Severity.WARNING, f"settings and mappings were not checked: {error.message}", error.hint)
-        return
-    if refused:
-        what = f"the sink would refuse the index: {refused}"
-        remedy = f"Correct settings or options in {index.file.name}, or install what the search server lacks."
-        yield failed("sink", Severity.CRITICAL, what, remedy, [index.name])
 
 
 def _with(report: Report, more: Iterable[Check]) -> Report:

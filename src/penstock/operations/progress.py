@@ -59,6 +59,8 @@ class WatchedIndexes(Protocol):
 
     @property
     def indexes(self) -> Mapping[str, IndexBuild]: ...
+    @property
+    def stopped(self) -> Mapping[str, PenstockError]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +203,16 @@ class Progress:
             ids, phases = dict(self._pipeline.table_ids), dict(self._pipeline.phases)
         renames = self._new_names(ids)
         copies = dict(self._pipeline.copies)
-        indexes = dict(self._pipeline.indexes) if isinstance(self._pipeline, WatchedIndexes) else {}
+        stopped: Mapping[str, PenstockError] = {}
+        indexes: dict[str, IndexBuild] = {}
+        if isinstance(self._pipeline, WatchedIndexes):
+            indexes, stopped = dict(self._pipeline.indexes), self._pipeline.stopped
         notices = [
             *renames,
             *self._new_waits(),
             *self._new_copies(copies),
             *self._new_phases(phases),
-            *self._new_builds(indexes),
+            *self._new_builds(indexes, stopped),
         ]
         self._phases = phases
         self._builds = indexes
@@ -316,12 +321,17 @@ class Progress:
         is_again = isinstance(known, Errored) or (known is not None and phase.attempts > 0)
         return None if is_again else phase.since.timestamp()
 
-    def _new_builds(self, indexes: Mapping[str, IndexBuild]) -> list[Notice]:
+    def _new_builds(self, indexes: Mapping[str, IndexBuild], stopped: Mapping[str, PenstockError]) -> list[Notice]:
         notices: list[Notice] = []
         for name, build in indexes.items():
             before = self._builds.get(name)
             facts = {"build": build.build, "reason": build.reason}
-            if build.status is not IndexStatus.SEEDED and (before is None or before.build != build.build):
+            if name in stopped:
+                error = stopped[name]
+                if before is None or before.build != build.build:
+                    facts = {"reason": error.message, "solution": error.hint}
+                    notices.append(self._notice("stopped", f"index {name} stopped: {error.message}", name, facts))
+            elif build.status is not IndexStatus.SEEDED and (before is None or before.build != build.build):
                 notices.append(self._notice("filling", f"filling index {name}: {build.reason}", name, facts))
             elif build.status is IndexStatus.SEEDED and before is not None and _state(before) != _state(build):
                 notices.append(self._notice("seeded", f"index {name} is complete and in use", name, facts))

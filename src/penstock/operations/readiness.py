@@ -1,4 +1,4 @@
-"""Whether a pipeline can start: the server, and on this side its state, spool and destinations. All are tried.
+"""Whether a pipeline can start: the server, and on this side its state, spool, destinations and sink. All are tried.
 
 `check` and `run --plan` show the findings. The first start refuses what they call critical, before it creates anything.
 """
@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.config import Config
+from penstock.config import Config, DocumentsChoice
 from penstock.config.units import format_bytes
 from penstock.destinations.base import ProbedDestination
 from penstock.durable import probe_folder
 from penstock.errors import NotReady, PenstockError, SpoolDiskFull, StateUnavailable
+from penstock.operations.indexes import check_sink
 from penstock.operations.stores import existing_store
 from penstock.source import Role, connect
 from penstock.source.preflight import Check, Report, Request, Severity, run_preflight
@@ -90,7 +91,7 @@ def described_policies(config: Config) -> Mapping[str, str]:
 
 
 def check_here(config: Config) -> Iterator[Check]:
-    """Try the state, the spool and the destinations from this machine."""
+    """Try the state, the spool, the destinations and the sink of documents from this machine."""
     yield from _check_state(config)
     yield from _check_spool(config)
     for output in config.outputs:
@@ -103,6 +104,21 @@ def check_here(config: Config) -> Iterator[Check]:
         except PenstockError as error:
             what = f"{name}: {error.message}"
             yield failed("destination", Severity.CRITICAL, what, error.hint, [output.name], error)
+    if config.documents is not None:
+        yield from _check_sink(config.documents)
+
+
+def _check_sink(documents: DocumentsChoice) -> Iterator[Check]:
+    try:
+        sink = documents.create_sink()
+    except PenstockError as error:
+        yield failed("sink", Severity.CRITICAL, error.message, error.hint, error=error)
+        return
+    found = [check for index in documents.indexes for check in check_sink(index, sink)]
+    # What concerns the sink itself is the same for every index.
+    yield from {each.what: each for each in found}.values()
+    if not found:
+        yield passed("sink", f"the sink ({documents.sink_type}) accepts the indexes")
 
 
 def _check_state(config: Config) -> Iterator[Check]:

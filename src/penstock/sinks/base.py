@@ -7,6 +7,7 @@ older body never replaces a newer one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -100,6 +101,9 @@ class Sink(Protocol):
         changes are waiting: a good moment to make documents visible to searches.
         """
         ...
+
+    def retry_until(self, stop: threading.Event) -> None:
+        """Give up retries, with the last failure, when this event is set; called before the first use, not in tasks."""
 
     def upsert(self, index: str, id: str, version: int, body: str) -> None:  # noqa: A002 (the index's own word)
         """Write one document."""

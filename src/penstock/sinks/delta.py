@@ -124,7 +124,10 @@ class DeltaSink(FolderSink):
                 found |= zip(rows["id"].to_pylist(), rows["document"].to_pylist(), strict=True)
         return found
 
-    # Generations: see `FolderSink`
+    # See `FolderSink`
+
+    def _probe(self) -> None:
+        marker.probe(self._lake)
 
     def _load(self, index: str) -> bytes | None:
         return self._side(index).get("index.json")

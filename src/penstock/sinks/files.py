@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.durable import aside, sweep_aside, sync_folder, write_synced
+from penstock.durable import aside, probe_folder, sweep_aside, sync_folder, write_synced
 from penstock.sinks.folders import FolderSink, Generation, IndexState, gone, newest, writing
 from penstock.sinks.lines import TEXT, escaped, joined, one_line, text
 
@@ -66,6 +66,9 @@ class NdjsonSink(FolderSink):
             rows = rows.filter(pc.is_valid(rows["body"]))
             self._read = names, dict(zip(rows["id"].to_pylist(), rows["body"].to_pylist(), strict=True))
         return self._read[1]
+
+    def _probe(self) -> None:
+        probe_folder(self._root)
 
     # The format
 

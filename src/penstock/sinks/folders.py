@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.destinations.refusals import unexpected
-from penstock.errors import IndexUnusable
+from penstock.destinations.refusals import is_passing, unexpected
+from penstock.errors import ConfigError, IndexUnusable
 from penstock.sinks.base import SCAN_CHUNK, FlushReport, IndexFacts, IndexMapping, Sink
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,10 @@ class FolderSink(WholeReads, Sink):
 
     # What a sink adds
 
+    def _probe(self) -> None:
+        """Write something where documents go, and remove it."""
+        raise NotImplementedError
+
     def _load(self, index: str) -> bytes | None:
         """Return the content of the file that describes an index; None if it does not exist."""
         raise NotImplementedError
@@ -153,6 +157,18 @@ class FolderSink(WholeReads, Sink):
 
     def _tidy(self, index: str) -> None:
         """Keep reading cheap; called on the driver when no changes are waiting."""
+
+    def probe(self) -> None:
+        """See `penstock.destinations.base.ProbedDestination`."""
+        try:
+            self._probe()
+        except OSError as error:
+            if is_passing(error):
+                raise unexpected("sink", error) from error
+            raise ConfigError(
+                f"sink: documents cannot be written: {error.strerror} ({error.filename})",
+                hint="Set sink.path to a folder that can be written.",
+            ) from None
 
     # Documents
 

@@ -141,6 +141,10 @@ class TeeSink(Sink):
         reports = [sink.flush(caught_up) for sink in self._sinks]
         return FlushReport(tuple(rejection for report in reports for rejection in report.rejections))
 
+    def retry_until(self, stop: threading.Event) -> None:
+        for sink in self._sinks:
+            sink.retry_until(stop)
+
     def check(self, mapping: IndexMapping) -> str:
         return next(filter(None, (sink.check(mapping) for sink in self._sinks)), "")
 

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,59 @@ def test_what_the_search_server_would_refuse_is_told_before_it_runs(desk: Desk, 
     away = desk.run("check")
     assert away.returncode == 0, "the database is fine"
     assert "settings and mappings were not checked: the search server does not answer" in " ".join(away.stdout.split())
+
+
+@pytest.mark.remedy("sink")
+@pytest.mark.parametrize("sink", ["ndjson", "parquet", "delta"])
+def test_a_sink_that_cannot_be_written_is_told_by_every_check_and_the_first_start_leaves_nothing(
+    desk: Desk, sink: str
+) -> None:
+    (desk.folder / "documents").write_text("a file where the folder should be")
+    desk.configure(f'type = "{sink}"\npath = "documents"')
+    everything = {**os.environ, "SOURCE_URL": desk.database.dsn, "COLUMNS": "180"}
+    before = sorted(path.name for path in desk.folder.iterdir())
+    report = penstock("check", "--json", environment=everything, folder=desk.folder)
+    assert report.returncode == 1
+    (finding,) = [each for each in json.loads(report.stdout)["checks"] if each["id"] == "sink"]
+    assert (finding["severity"], "cannot be written" in finding["what"]) == ("critical", True)
+    assert desk.run("check").returncode == 1
+    plan = penstock("run", "--plan", environment=everything, folder=desk.folder)
+    assert plan.returncode == 1
+    assert f"WOULD FAIL   {finding['what']}. {finding['remedy']}" in plan.stdout
+    assert sorted(path.name for path in desk.folder.iterdir()) == before
+    refused = penstock("run", "--once", environment=everything, folder=desk.folder)
+    assert f"the start is refused: {finding['what']}" in refused.stderr
+    assert desk.database.execute("select from pg_replication_slots where database = current_database()") == []
+    (desk.folder / "documents").unlink()
+    assert penstock("check", environment=everything, folder=desk.folder).returncode == 0
+    assert not (desk.folder / "documents").exists(), "what it writes it removes again"
+
+
+@pytest.mark.parametrize(("status", "severity"), [(401, "critical"), (403, "warning")])
+def test_a_search_server_that_refuses_the_user_refuses_the_start_unless_it_may_only_not_ask(
+    desk: Desk, status: int, severity: str
+) -> None:
+    """A user may be allowed to write documents, but not to ask what a template would give."""
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        do_GET = do_POST  # noqa: N815 (the name that the library calls)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        desk.configure(f'type = "opensearch"\nurl = "http://127.0.0.1:{server.server_port}"')
+        everything = {**os.environ, "SOURCE_URL": desk.database.dsn}
+        report = penstock("check", "--json", environment=everything, folder=desk.folder)
+        server.shutdown()
+    (finding,) = [each for each in json.loads(report.stdout)["checks"] if each["id"] == "sink"]
+    assert (finding["severity"], report.returncode) == (severity, int(severity == "critical"))
+    assert f"answered {status}" in finding["what"]
 
 
 @pytest.mark.remedy("PublicationChanged")

@@ -165,7 +165,7 @@ def test_a_sink_that_is_away_is_told_and_an_index_that_does_not_fit_too(search_s
     site.configure_search(sink='type = "opensearch"\nurl = "http://127.0.0.1:1"\nretry_seconds = 1')
     listed = site.run("index", "list")
     assert listed.returncode == 0
-    assert "the sink does not answer" in listed.stderr
+    assert "the sink cannot be read: the search server does not answer" in listed.stderr
     compared = site.run("index", "diff")
     assert compared.returncode == 2
     check_discreet(site, listed.stderr + compared.stderr)

@@ -37,9 +37,16 @@ def test_a_specification_that_fits(look: Look) -> None:
     assert [each.id for each in report.checks] == ["index"]
 
 
+def test_a_document_id_that_contains_a_unique_key_is_unique(look: Look) -> None:
+    report = look(HEAD + "doc_id: [genre, id]\nrouting: genre\nfields: [{long: id}]")
+    assert [each for each in critical(report) if each.id == "key"] == []
+    report = look(HEAD + "doc_id: [genre, title]\nfields: [{long: id}]")
+    assert "doc_id: (genre, title) is not unique in lib.books" in critical(report)[0].what
+
+
 CRITICAL: list[tuple[str, str, str]] = [
     (HEAD + "fields: [{text: titel}]", "column", "titel: lib.books has no column 'titel'; did you mean 'title'?"),
-    (HEAD.replace("books", "boks") + "fields: [{text: title}]", "table", "there is no table lib.boks"),
+    (HEAD.replace("books", "boks") + "fields: [{text: title}]", "table", "no table lib.boks; did you mean 'books'?"),
     (
         HEAD + "fields: [{integer: title}]",
         "type",

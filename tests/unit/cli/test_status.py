@@ -71,13 +71,14 @@ def test_a_table_is_one_line_although_its_name_has_a_line_break() -> None:
 
 def test_the_lag_of_each_stage_fits_into_80_columns() -> None:
     index = IndexState("orders", "public.orders", "abc", "seeded", seeded=True, reason="", quarantined=2)
+    waiting = IndexState("lost", "public.lost", "abc", "wanted", seeded=False, reason="it did not fit the database")
     found = replace(
         STATUS,
         capture=CaptureLook("streaming", 5 << 20, 0.4),
         spool=Room(12 << 20, 4 << 30, "spool.max_bytes"),
         outputs=(
             replace(OUTPUT, changes_per_second=123456.0, acknowledged_lag_bytes=7 << 20, acknowledged_lag_seconds=2.0),
-            OutputStatus("documents", False, "0/10", 300, 1.5, 43.0, indexes=(index,)),
+            OutputStatus("documents", False, "0/10", 300, 1.5, 43.0, indexes=(index, waiting)),
         ),
     )
     lines = shown(found, width=80)
@@ -87,6 +88,7 @@ def test_the_lag_of_each_stage_fits_into_80_columns() -> None:
         "spool     12.0 MB, 4.0 GB left (spool.max_bytes)",
         "output    tables: at 0/10; streaming; 123,456 changes/s; lag 300 B, 1.5 s",
         "          acknowledged: lag 7.0 MB, 2.0 s",
+        "lost waits to be filled: it did not fit the database",
         "orders: 2 documents in quarantine",
         "  penstock index quarantine retry orders --all",
     ):

@@ -20,6 +20,7 @@ SINK = """
 [sink]
 type = "counting"
 """
+SEARCH = SINK.replace("counting", "opensearch")
 INDEX = """
 [[index]]
 specification = "search/customers.schema.yml"
@@ -115,14 +116,18 @@ def test_paths_of_a_sink_are_relative_to_the_file(load, tmp_path):
     assert config.indexes.sink_options == {"path": "s3://bucket/documents"}
 
 
-def test_indexes_are_named_by_environment_and_share_an_alias(load):
+def test_indexes_and_their_aliases_are_named_by_environment(load):
     text = PIPELINE + INDEX + 'aliases = ["people"]\nid_prefix = "eu-"\n'
     text += '[sink]\ntype = "opensearch"\nindex_prefix = "${ENVIRONMENT}-"\nurl = "http://localhost:9200"\n'
     config = load(text, ENVIRONMENT="staging")
     [specification] = config.indexes.specifications
-    assert (specification.name, specification.aliases) == ("staging-customers", ("people",))
+    assert (specification.name, specification.aliases) == ("staging-customers", ("staging-people",))
     mapping = index_mapping(specification)
-    assert (mapping.index, mapping.aliases, mapping.id_prefix) == ("staging-customers", ("people",), "eu-")
+    assert (mapping.index, mapping.aliases, mapping.id_prefix) == (
+        "staging-customers",
+        ("staging-people",),
+        "eu-",
+    )
     assert config.indexes.sink_options == {"url": "http://localhost:9200"}
     plain = index_mapping(load(text.replace('aliases = ["people"]', ""), ENVIRONMENT="x").indexes.specifications[0])
     assert plain.fingerprint == mapping.fingerprint, "names change no document"
@@ -134,6 +139,7 @@ def test_indexes_are_named_by_environment_and_share_an_alias(load):
     ("text", "says"),
     [
         (INDEX + 'aliases = ["People"]' + SINK, "index.0.aliases: 'People' is not a name that an index can have"),
+        (INDEX + 'aliases = ["customers"]' + SEARCH, "its alias 'customers' is the name of an index; use another one"),
         (INDEX + 'id_prefix = "eu-"' + SINK, "index.0.id_prefix: the sink 'counting' does not support it"),
         (INDEX + SINK + 'index_prefix = "UP-"', "index.0.name: 'UP-customers' may have lowercase letters"),
         (INDEX, "[[index]] needs a [sink]"),

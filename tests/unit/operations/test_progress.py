@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.config.units import format_bytes, format_seconds
 from penstock.copy.progress import CopyProgress
+from penstock.errors import ConfigError
 from penstock.lsn import Lsn
 from penstock.operations.lag import Behind
 from penstock.operations.progress import Progress
@@ -146,6 +147,7 @@ def test_indexes_are_told_when_they_are_filled_and_when_they_serve_and_each_once
         return IndexBuild(name, number, "abc", status, "somebody asked for it", changed=changed)
 
     output = watched({})
+    output.stopped = {}
     output.indexes = {"a": build("a", IndexStatus.WANTED), "b": build("b", IndexStatus.SEEDED)}
     progress = Progress(output, lambda status: Behind(0, 0.0), prefix="documents: ")
     said = [notice.text for _ in range(2) for notice in progress.look()[0]]
@@ -163,6 +165,12 @@ def test_indexes_are_told_when_they_are_filled_and_when_they_serve_and_each_once
     output.indexes = {"a": build("a", IndexStatus.SEEDED, "2"), "b": build("b", IndexStatus.SEEDED)}
     (notice,) = progress.look()[0]
     assert (notice.event, notice.table) == ("seeded", "a")
+    # An index that no longer fits is not filled until it does.
+    output.indexes = {"a": build("a", IndexStatus.WANTED, "3"), "b": build("b", IndexStatus.SEEDED)}
+    output.stopped = {"a": ConfigError("there is no column", hint="Correct it.")}
+    (notice,) = [notice for _ in range(2) for notice in progress.look()[0]]
+    assert (notice.event, notice.text) == ("stopped", "documents: index a stopped: there is no column")
+    assert notice.facts == {"reason": "there is no column", "solution": "Correct it."}
 
 
 def test_quantities_for_people():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import ssl
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -173,26 +174,28 @@ class RetryLimit:
     seconds: float
     backoff: Backoff = field(default_factory=lambda: Backoff(first=0.1, longest=10.0))
     started: float = field(default_factory=time.monotonic)
+    stop: threading.Event = field(default_factory=threading.Event)
+    """When it is set, the time is up."""
 
     def wait(self, reason: object) -> None:
         """Pause before the next attempt; raises `DestinationUnavailable` when the time is up."""
         delay = self.backoff.next_delay()
         left = self.started + self.seconds - time.monotonic()
-        if left <= 0:
-            raise DestinationUnavailable(
-                f"the search server has not accepted documents for {self.seconds:g} s: {reason}"
-            )
+        if left <= 0 or self.stop.is_set():
+            spent = self.seconds - max(left, 0)
+            raise DestinationUnavailable(f"the search server has not accepted documents for {spent:.3g} s: {reason}")
         attempt = self.backoff.attempt
         level = logging.INFO if attempt < _LONG_ATTEMPTS else logging.WARNING
         logger.log(level, "search server busy or unavailable, retrying attempt=%d reason=%s", attempt, reason)
-        time.sleep(min(delay, left))
+        self.stop.wait(min(delay, left))
 
 
 class OpenSearchClient:
     """One server, or several behind one address. Connections are opened on demand and reused."""
 
-    def __init__(self, settings: OpenSearchSettings) -> None:
+    def __init__(self, settings: OpenSearchSettings, stop: threading.Event | None = None) -> None:
         self._settings = settings
+        self._stop = stop or threading.Event()
         self._url = settings.url.rstrip("/")
         headers = {"accept": "application/json"}
         if settings.user is not None:
@@ -233,12 +236,13 @@ class OpenSearchClient:
             kind = answer.error_type()
             if kind == _BLOCKED:
                 raise Transient(f"it answered {answer.status} {kind}")
-            raise DestinationRefused(f"the search server answered {answer.status} to {method} {_place(path)}")
+            said = f"the search server answered {answer.status} to {method} {_place(path)}"
+            raise DestinationRefused(said, status=answer.status)
         return answer
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
         """Send a request that may be repeated; retries transient failures."""
-        retries = RetryLimit(self._settings.retry_seconds)
+        retries = RetryLimit(self._settings.retry_seconds, stop=self._stop)
         changes = path == "/_aliases" or (method in ("PUT", "DELETE") and not path.startswith(("/_search", "/_pit")))
         while True:
             try:

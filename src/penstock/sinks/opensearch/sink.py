@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ class OpenSearchSink(Sink):
         self._begin()
 
     def _begin(self) -> None:
+        self._stop = threading.Event()
         self._client_: OpenSearchClient | None = None
         self._waiting: list[pa.Table] = []
         self._waiting_bytes = 0
@@ -114,17 +116,21 @@ class OpenSearchSink(Sink):
             self._client_.close()
             self._client_ = None
 
+    def retry_until(self, stop: threading.Event) -> None:
+        self.close()
+        self._stop = stop
+
     @property
     def _client(self) -> OpenSearchClient:
         if self._client_ is None:
-            self._client_ = OpenSearchClient(self.settings)
+            self._client_ = OpenSearchClient(self.settings, self._stop)
         return self._client_
 
     # Documents
 
     def write(self, batch: pa.Table) -> None:
         """See `Sink`. Sends as soon as a request is full."""
-        self._retries = self._retries or RetryLimit(self.settings.retry_seconds)
+        self._retries = self._retries or RetryLimit(self.settings.retry_seconds, stop=self._stop)
         self._waiting.append(batch)
         self._waiting_bytes += int(documents_size(batch).sum())
         count = sum(each.num_rows for each in self._waiting)
@@ -145,7 +151,9 @@ class OpenSearchSink(Sink):
 
     def filling(self, index: str) -> Sink:
         newest = self._targets[index].newest
-        return OpenSearchSink.of(self.settings, {index: Targets(serving=newest)})
+        sink = OpenSearchSink.of(self.settings, {index: Targets(serving=newest)})
+        sink.retry_until(self._stop)
+        return sink
 
     def _send(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from penstock.documents.mapping import IndexMapping, index_mapping
 from penstock.errors import DestinationError, DestinationUnavailable, IndexUnusable
 from penstock.sinks.opensearch import OpenSearchSink
 from penstock.sinks.opensearch.bulk import BulkSender, Target
-from penstock.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit
+from penstock.sinks.opensearch.client import Answer, OpenSearchClient, OpenSearchSettings, RetryLimit, Transient
+from penstock.sinks.opensearch.sink import Targets
 from penstock.specification import parse_specification
 
 SETTINGS = OpenSearchSettings("http://127.0.0.1:1", bulk_documents=2)
@@ -82,6 +84,32 @@ def test_all_pieces_of_a_build_share_one_limit() -> None:
     with pytest.raises(DestinationUnavailable, match="has not accepted documents"):
         BulkSender(client, SETTINGS).send(TARGET, documents(4), limit)
     assert len(client.requests) == 3, "the second piece has no time left"
+
+
+def test_a_run_that_stops_does_not_wait_for_a_server_that_is_away() -> None:
+    mapping = index_mapping(parse_specification("version: 1\ntable: t\nfields: [{text: n}]", "people"))
+    stop, asked = threading.Event(), threading.Event()
+
+    def refused() -> Answer:
+        if asked.is_set():
+            stop.set()
+        asked.set()
+        raise Transient("nobody listens")
+
+    sink = OpenSearchSink("http://127.0.0.1:1", retry_seconds=300)
+    sink.retry_until(stop)
+    client = Scripted([refused] * 10)
+    client._stop, sink._client_ = stop, client
+    with pytest.raises(DestinationUnavailable, match="nobody listens"):
+        sink.ensure_index(mapping)
+    assert len(client.requests) == 2
+    for one in (sink, OpenSearchSink.of(sink.settings, {"people": Targets(TARGET)})):
+        one.retry_until(stop)
+        one._targets = {"people": Targets(TARGET)}
+        for each in (one, one.filling("people")):
+            each.write(documents(1))
+            with pytest.raises(DestinationUnavailable, match="has not accepted documents"):
+                each.flush(False)
 
 
 GENERATION = "people_aa11_20260101000000"
