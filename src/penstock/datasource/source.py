@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import psycopg
 import pyarrow as pa
 import pyspark
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from penstock.changes.frames import exchange_with, spark_columns, spark_type_name
@@ -18,7 +18,6 @@ from penstock.changes.segment import UNREPRESENTABLE
 from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, plan_ranges
 from penstock.copy.reader import RangeReader
 from penstock.copy.rows import load_leaves
-from penstock.datasource.changes import ChangesReader, StreamOptions
 from penstock.datasource.filters import condition
 from penstock.datasource.keeper import KeeperAddress
 from penstock.datasource.options import explained, find_table, parse_count, parse_options, parse_types, split_names
@@ -122,7 +121,7 @@ class PenstockSource(DataSource):
         """Ask the catalog for the table's columns."""
         with explained():
             if _is_stream(self.options):
-                return StreamOptions.of(self.options).columns()
+                return _streams().StreamOptions.of(self.options).columns()
             read = _Read.of(self.options)
             with closing(connect(read.source, Role.CATALOG)) as connection:
                 return spark_columns(read.columns_of(read.describe(connection)))
@@ -134,7 +133,7 @@ class PenstockSource(DataSource):
                 raise ConfigError("the option 'slot' is for spark.readStream", hint="Remove it for spark.read.")
             return TableReader(_Read.of(self.options), _columns(schema), self.keeper)
 
-    def streamReader(self, schema: StructType) -> ChangesReader:  # noqa: N802 (Spark's name)
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's name)
         """Return what plans and reads the batches of a stream. Spark calls this in tasks, too."""
         with explained():
             if not _is_stream(self.options):
@@ -142,7 +141,8 @@ class PenstockSource(DataSource):
                     "spark.readStream needs the option 'slot', a name for the replication slot of this query",
                     hint="Use lower-case letters, digits and underscores; the slot is created at the first start.",
                 )
-            return ChangesReader(StreamOptions.of(self.options), _columns(schema))
+            streams = _streams()
+            return streams.ChangesReader(streams.StreamOptions.of(self.options), _columns(schema))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +260,13 @@ class _Part(InputPartition):
     """A range of the table, with what a task needs to read it: Spark does not send the reader that planned it."""
 
     value: tuple[RangeReader, CopyRange] | None
+
+
+def _streams() -> Any:
+    """Return the module for streams. Every process that plans or reads imports this one, and a read needs no capture."""
+    from penstock.datasource import changes
+
+    return changes
 
 
 def _is_stream(options: Mapping[str, str]) -> bool:
