@@ -104,8 +104,14 @@ class Cells:
 
 @cache
 def _even_numbers() -> pa.Int64Array:
-    """Made when it is first used: the first array of a process imports pandas, and most commands need none."""
-    return pa.array(np.arange(0, 1 << 17, 2, dtype=np.int64))
+    # Not by `pa.array`, which imports pandas: that takes longer than reading a small table.
+    even = np.arange(0, 1 << 17, 2, dtype=np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(even), [None, pa.py_buffer(even)])
+
+
+def pack_flags(flags: Flags) -> pa.Buffer:
+    """Flags as Arrow stores them: for validity, and for booleans. Unlike `pa.array`, this does not import pandas."""
+    return pa.py_buffer(np.packbits(flags, bitorder="little"))
 
 
 class DecodedColumns:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, SegmentColumn, segment_layout
-from penstock.changes.wire import Buffer, Cells, DecodedColumns, Flags, Records
+from penstock.changes.wire import Buffer, Cells, DecodedColumns, Flags, Records, pack_flags
 from penstock.errors import DecodeError
 from penstock.schema import PostgresType, TableSchema, TypeKind, resolve_domain
 from penstock.values import Codec, Decoded, TypeSettings
@@ -195,7 +195,7 @@ def _decode_column(form: WireForm, cells: Cells, column: SegmentColumn, decoded:
         case WireForm.INT2 | WireForm.INT4 | WireForm.INT8 | WireForm.FLOAT4 | WireForm.FLOAT8 | WireForm.OID:
             return _number(form, cells, column.codec.arrow_type)
         case WireForm.BOOL:
-            return pa.array(cells.buffer.bytes[cells.start] != 0, mask=cells.null)
+            return _boolean(cells)
         case WireForm.DATE | WireForm.TIME | WireForm.TIMESTAMP:
             return decoded.keep(column, *_moment(form, cells, column.codec.arrow_type))
         case WireForm.UUID:
@@ -207,6 +207,12 @@ def _decode_column(form: WireForm, cells: Cells, column: SegmentColumn, decoded:
             if isinstance(column.codec, TextCodec) and column.codec.arrow_type == pa.string():
                 return decoded.text(column, raw, pa.string())
             return decoded.decode(column, decoded.text(column, raw, pa.large_string()))
+
+
+def _boolean(cells: Cells) -> pa.Array:
+    values = cells.buffer.bytes[cells.start] != 0
+    validity = None if cells.null is None else _validity(cells.null)
+    return pa.Array.from_buffers(pa.bool_(), len(cells), [validity, pack_flags(values)])
 
 
 def _number(form: WireForm, cells: Cells, arrow_type: pa.DataType) -> pa.Array:
@@ -294,4 +300,4 @@ def _uuid(cells: Cells) -> pa.Array:
 
 
 def _validity(null: Flags) -> pa.Buffer:
-    return pa.array(~null).buffers()[1]
+    return pack_flags(~null)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pyarrow as pa
@@ -39,8 +40,6 @@ from penstock.values import OutOfRange, TypeSettings
 
 TABLE, KEY, ROW = "_table", "_key", "_row"
 TRUNCATE, COPIED = "truncate", "snapshot"
-_OPERATIONS = pa.array(["insert", "update", "delete"])
-"""By the number in a segment, less one."""
 _DESCRIPTION = (
     pa.field(OP, pa.string()),
     pa.field(COMMIT_LSN, pa.int64()),
@@ -217,8 +216,14 @@ def shape_copied(
 
 
 def _description(rows: pa.Table) -> dict[str, pa.ChunkedArray | pa.Array]:
-    operations = _OPERATIONS.take(pc.subtract(_whole(rows.column(OP)), pa.scalar(1, pa.int8())))
+    operations = _operations().take(_whole(rows.column(OP)))
     return {OP: operations} | {name: rows.column(name) for name in (COMMIT_LSN, ORDINAL, COMMIT_TIME, XID)}
+
+
+@cache
+def _operations() -> pa.StringArray:
+    """By the number in a segment. Made when it is first used: the first array of a process imports pandas."""
+    return pa.array([None, "insert", "update", "delete"])
 
 
 def _omitted(rows: pa.Table, indexes: Sequence[int | None]) -> NDArray[np.bool_] | None:
