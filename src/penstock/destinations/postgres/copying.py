@@ -239,9 +239,8 @@ def _keep_deleted(session: Session, generation: Target, layout: Layout, before: 
     """Add the rows that the destination keeps to a new copy: those that were deleted, and those that are gone now."""
     shared = [attnum for attnum in layout.names if attnum in known.names]
     into = [quote_identifier(layout.names[attnum]) for attnum in shared]
-    taken = [quote_identifier(known.names[attnum]) for attnum in shared]
-    if not all(known.types.get(attnum) == layout.types[attnum] for attnum in shared):
-        taken = [f"{name}::{layout.types[attnum]}" for name, attnum in zip(taken, shared, strict=True)]
+    taken = [f"o.{quote_identifier(known.names[attnum])}::{layout.types[attnum]}" for attnum in shared]
+    deleted_at = f"o.{DELETED_AT}"
     if layout.key:
         key = [column.attnum for column in layout.source.key]
         if any(attnum not in known.names for attnum in key):
@@ -257,13 +256,13 @@ def _keep_deleted(session: Session, generation: Target, layout: Layout, before: 
         whole = f"row({', '.join(taken)})::text"
         new = f"row({', '.join(f'g.{name}' for name in into)})::text"
         source = (
-            f"(select o.*, row_number() over (partition by {whole}, {DELETED_AT} is null) as penstock_number, "
+            f"(select o.*, row_number() over (partition by {whole}, {deleted_at} is null) as penstock_number, "
             f"(select count(*) from {generation.sql} g where {new} = {whole}) as penstock_count from {before.sql} o) o"
         )
-        condition = f"o.{DELETED_AT} is not null or penstock_number > penstock_count"
+        condition = f"{deleted_at} is not null or penstock_number > penstock_count"
     session.run(
         f"insert into {generation.sql} ({', '.join([*into, DELETED_AT])}) "
-        f"select {', '.join([*taken, f'coalesce({DELETED_AT}, now())'])} from {source} where {condition}"
+        f"select {', '.join([*taken, f'coalesce({deleted_at}, now())'])} from {source} where {condition}"
     )
 
 
