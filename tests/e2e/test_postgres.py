@@ -12,6 +12,7 @@ import pytest
 from penstock.changes.transform import Transforms
 from penstock.comparison.verification import verify_tables
 from penstock.destinations.postgres import PostgresDestination
+from penstock.source.connections import PINNED_PARAMETERS
 from penstock.state import MemoryStore
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
@@ -19,11 +20,14 @@ from tests.e2e.support import Alone, Background, tables_alone, tables_settings, 
 from tests.e2e.test_delta import move_sightings, wait_applied, wait_ready
 from tests.e2e.test_inexact_keys import wait_phases
 from tests.e2e.test_transforms import READY, RULES, House, write
+from tests.e2e.test_types import Compared, differences
+from tests.support import type_matrix
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.postgres_readback import PostgresReadBack
 from tests.support.readback import check_equal
 from tests.support.samples import available_samples
 from tests.support.trial import TrialSettings, run_trial
+from tests.support.type_matrix import WIDE, key_tables
 from tests.support.workload import Ddl
 from tests.support.writers import Writers
 
@@ -85,6 +89,28 @@ def test_random_tables_are_followed(database, target, tmp_path, options):
 def test_whoever_is_killed_the_tables_equal_the_source(settings, make_server, tmp_path):
     report = run_trial(settings, tmp_path, server=make_server())
     assert report.starts > 1
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.trap(31)
+@pytest.mark.parametrize("where", ["another database", "another schema"])
+def test_every_value_of_every_type_arrives(database, target, tmp_path, where):
+    """In another database, types of one's own are text; in another schema of the same one, they keep their names."""
+    with database.connect() as connection:
+        cases = type_matrix.create(connection)
+    tables = [*WIDE, *(keyed.name for keyed in key_tables(cases))]
+    place, schema = (target, "{schema}") if where == "another database" else (database.dsn, "mirror of {schema}")
+    with pipeline_into(database, tmp_path, place, max_rows=5_000, schema=schema) as pipeline:
+        wait_ready(pipeline, len(tables))
+        with database.connect() as connection:
+            type_matrix.change(connection, cases)
+        wait_applied(pipeline, database)
+        assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
+    readback = PostgresReadBack(place, "e2e")
+    options = " ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
+    with psycopg.connect(database.dsn, autocommit=True, options=options) as server:
+        found = {(where, table): Compared(server, readback, table) for table in tables}
+    assert not list(differences(cases, found))
 
 
 def query(target: str, statement: str) -> list[tuple[Any, ...]]:

@@ -261,9 +261,13 @@ class Control:
 
 def create_schema(session: Session, namespace: str) -> None:
     """Create a schema if it does not exist; a role may lack the privilege to create one that exists."""
-    if not session.rows("select 1 from pg_catalog.pg_namespace where nspname = %s", [namespace]):
-        session.run(_LOCK)
-        session.run(f"create schema if not exists {quote_identifier(namespace)}")
+    exists = "select 1 from pg_catalog.pg_namespace where nspname = %s"
+    if session.rows(exists, [namespace]):
+        return
+    session.run(_LOCK)
+    # Not `if not exists`: the server may remember from before the lock that there is no such schema.
+    if not session.rows(exists, [namespace]):
+        session.run(f"create schema {quote_identifier(namespace)}")
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:

@@ -20,7 +20,16 @@ from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.postgres.control import Control, Known, create_schema
 from penstock.destinations.postgres.encoding import cells_of, copy_text
 from penstock.destinations.postgres.history import append_copy_marker, copied_cells, copied_columns
-from penstock.destinations.postgres.layout import DELETED_AT, OWN_COLUMNS, Layout, Mode, Target, follow, new_layout
+from penstock.destinations.postgres.layout import (
+    DELETED_AT,
+    OWN_COLUMNS,
+    Layout,
+    Mode,
+    Target,
+    equality,
+    follow,
+    new_layout,
+)
 from penstock.destinations.postgres.server import Server, Session
 from penstock.destinations.refusals import fenced_copy, rejected, unexpected
 from penstock.destinations.row_groups import group_batches
@@ -247,7 +256,9 @@ def _keep_deleted(session: Session, generation: Target, layout: Layout, before: 
             return
         own = [quote_identifier(layout.names[attnum]) for attnum in key]
         old = [quote_identifier(known.names[attnum]) for attnum in key]
-        same = " and ".join(f"g.{one} = o.{other}" for one, other in zip(own, old, strict=True))
+        operators = equality(session, generation, layout)
+        matched = zip(own, operators, old, strict=True)
+        same = " and ".join(f"g.{one} {operator} o.{other}" for one, operator, other in matched)
         session.run(f"analyze {generation.sql}")
         condition = f"not exists (select from {generation.sql} g where {same})"
         source = f"{before.sql} o"

@@ -30,6 +30,7 @@ from penstock.schema import (
     TypeKind,
     quote_identifier,
     quote_literal,
+    resolve_domain,
 )
 from penstock.schema.table import moved_names
 from penstock.schema.types import keeps_values
@@ -38,6 +39,13 @@ DELETED_AT = "_deleted_at"
 _FIRST_CUSTOM_OID = 16384
 _NAME_BYTES = 63
 _TEXT = "text"
+_LOCAL = frozenset(
+    {
+        *("regclass", "regcollation", "regconfig", "regdatabase", "regdictionary", "regnamespace", "regoper"),
+        *("regoperator", "regproc", "regprocedure", "regrole", "regtype", "aclitem", "money"),
+    }
+)
+"""Types whose text means something only in its own database: names of objects and roles, and amounts in its locale."""
 
 
 class Mode(StrEnum):
@@ -138,6 +146,9 @@ def type_names(session: Session, columns: Sequence[Column]) -> list[str]:
 
 
 def _type_name(session: Session, type_: PostgresType, modifier: int) -> str:
+    element = type_.element if type_.kind is TypeKind.ARRAY else None
+    if type_.is_builtin and (element or type_).name in _LOCAL:
+        return _TEXT if element is None else f"{_TEXT}[]"
     if type_.is_builtin and type_.oid < _FIRST_CUSTOM_OID:
         ((name,),) = session.rows("select pg_catalog.format_type(%s::oid, %s)", [type_.oid, modifier])
         return name if name and "?" not in name else _TEXT
@@ -156,8 +167,8 @@ def _type_name(session: Session, type_: PostgresType, modifier: int) -> str:
         return found[0][0]
     if type_.kind is TypeKind.DOMAIN and type_.base is not None:
         return _type_name(session, type_.base, type_.base_modifier)
-    if type_.kind is TypeKind.ARRAY and type_.element is not None:
-        return f"{_type_name(session, type_.element, modifier)}[]"
+    if element is not None:
+        return f"{_type_name(session, element, modifier)}[]"
     return _TEXT
 
 
@@ -169,6 +180,36 @@ _KINDS = {
     TypeKind.MULTIRANGE: "m",
 }
 """`pg_type.typtype`; `b` for all others."""
+
+
+def equality(session: Session, target: Target, layout: Layout) -> list[str]:
+    """Return the operators by which values of the key's columns are equal, for SQL.
+
+    The operators of an extension are in its schema, which is not in the search path.
+    """
+    operators = ["="] * len(layout.key)
+    for number, column in enumerate(layout.source.key):
+        type_, _ = resolve_domain(column.type, -1)
+        if type_.is_builtin or type_.kind is not TypeKind.BASE:
+            continue
+        found = session.rows(
+            """
+            select n.nspname, o.oprname
+            from pg_catalog.pg_attribute a
+            join pg_catalog.pg_type t on t.oid = a.atttypid
+            join pg_catalog.pg_opclass c on c.opcintype in (t.oid, t.typbasetype) and c.opcdefault
+            join pg_catalog.pg_am m on m.oid = c.opcmethod and m.amname = 'btree'
+            join pg_catalog.pg_amop p on p.amopfamily = c.opcfamily and p.amopstrategy = 3
+                and p.amoplefttype = c.opcintype and p.amoprighttype = c.opcintype
+            join pg_catalog.pg_operator o on o.oid = p.amopopr
+            join pg_catalog.pg_namespace n on n.oid = o.oprnamespace
+            where a.attrelid = pg_catalog.to_regclass(%s) and a.attname = %s
+            """,
+            [target.sql, layout.key[number]],
+        )
+        if found:
+            operators[number] = f"operator({quote_identifier(found[0][0])}.{found[0][1]})"
+    return operators
 
 
 def follow(

@@ -23,7 +23,7 @@ from penstock.changes.compaction import LIVE, NetChanges, compact, keys_of, touc
 from penstock.changes.segment import UNREPRESENTABLE, Operation, Texts, field_names, join_texts, split_texts
 from penstock.destinations.base import SourceRows
 from penstock.destinations.postgres.encoding import Cells, cells_of, copy_text, printed
-from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Target
+from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Target, equality
 from penstock.destinations.postgres.server import Session
 from penstock.destinations.refusals import unknown_row
 from penstock.errors import ValuesNotSent
@@ -178,7 +178,7 @@ def _merge(
     """Write rows of a table with a key by way of temporary tables."""
     rows = rows.with_keys(_taken(keys, rows.schema, rows.own))
     stage = _stage(session, target, layout, rows.schema)
-    merge = _Statements(target, layout, rows.schema, stage)
+    merge = _Statements(target, layout, rows.schema, stage, equality(session, target, layout))
     # By index, whatever the server takes the size of a temporary table for: the cost grows with the changes alone.
     session.run("set local enable_hashjoin = off; set local enable_mergejoin = off")
     names = [*(f"c{number}" for number in range(len(rows.cells))), *(["d"] if rows.deleted_at is not None else [])]
@@ -246,24 +246,27 @@ def _fetched(rows: _NewRows, missing: NDArray[np.int64], source: SourceRows | No
 class _Statements:
     """The statements that take temporary tables over into a table with a key."""
 
-    def __init__(self, target: Target, layout: Layout, schema: TableSchema, stage: str) -> None:
+    def __init__(
+        self, target: Target, layout: Layout, schema: TableSchema, stage: str, operators: Sequence[str]
+    ) -> None:
         self._target = target.sql
         self._stage = stage
         self._names = [quote_identifier(layout.names[column.attnum]) for column in schema.columns]
         places = {column.attnum: number for number, column in enumerate(schema.columns)}
         self._key = [places[column.attnum] for column in schema.key]
+        self._operators = operators
         self._is_soft = layout.mode is Mode.SOFT_DELETE
 
     def fill(self, omitted: NDArray[np.bool_]) -> str:
         """Give staged rows whose key changed the omitted values of the rows that they were."""
         sets = self._sets(omitted, staged=True)
-        same = self._same("t", "s.o{}")
+        same = self._same("o{}")
         where = f"s.o0 is not null and s.omits is not null and {same}"
         return f"update {self._stage}_rows s set {sets}, omits = null from {self._target} t where {where}"
 
     def delete(self) -> str:
         """Delete the rows of keys that are gone."""
-        return f"delete from {self._target} t using {self._stage}_keys s where {self._same('t', 's.k{}')}"
+        return f"delete from {self._target} t using {self._stage}_keys s where {self._same('k{}')}"
 
     def update(self, omitted: NDArray[np.bool_]) -> str:
         """Update rows with omitted values in place."""
@@ -304,12 +307,15 @@ class _Statements:
                 sets.append(f"{name} = s.c{number}")
         return ", ".join([*sets, *([f"{DELETED_AT} = s.d"] if self._is_soft and not staged else [])])
 
-    def _same(self, table: str, pattern: str) -> str:
-        pairs = enumerate(self._key)
-        return " and ".join(f"{table}.{self._names[at]} = {pattern.format(number)}" for number, at in pairs)
+    def _same(self, pattern: str) -> str:
+        """Return the condition for rows of the table whose key is in staged columns; `{}` stands for their number."""
+        pairs = zip(self._key, self._operators, strict=True)
+        same = (f"t.{self._names[at]} {each} s.{pattern.format(number)}" for number, (at, each) in enumerate(pairs))
+        return " and ".join(same)
 
     def _same_key(self) -> str:
-        return " and ".join(f"t.{self._names[at]} = s.c{at}" for at in self._key)
+        pairs = zip(self._key, self._operators, strict=True)
+        return " and ".join(f"t.{self._names[at]} {operator} s.c{at}" for at, operator in pairs)
 
 
 def _bitmaps(bits: NDArray[np.uint8], some: NDArray[np.bool_]) -> pa.Array:

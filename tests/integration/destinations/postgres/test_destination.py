@@ -619,23 +619,7 @@ def test_dropped_tables_may_be_dropped(database, source):
     assert destination.position(ORDERS.table_id) is None
 
 
-# Options and access
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "mirrored"}, "unknown mode 'mirrored'"),
-        ({"transactional": "all"}, "unknown transactional 'all'"),
-        ({"lock_timeout": 0}, "lock_timeout must be"),
-        ({"commit_interval": True}, "commit_interval must be"),
-        ({"control_schema": ""}, "must be names of schemas"),
-        ({"url": "postgresql://me:pass/word@host/db"}, "the URL of the destination is not a valid connection string"),
-    ],
-)
-def test_options_are_checked(options, message):
-    with pytest.raises(ConfigError, match=message):
-        PostgresDestination(**{"url": "postgresql://me@127.0.0.1/x", **options})
+# Access
 
 
 def test_access_is_tried_and_nothing_is_left_behind(database):
