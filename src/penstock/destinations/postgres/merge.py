@@ -42,24 +42,31 @@ def merge_rows(session: Session, target: Target, layout: Layout, step: Rows, sou
     fields = dict(zip((column.attnum for column in schema.columns), field_names(schema), strict=True))
     key = [fields[column.attnum] for column in schema.key]
     changes = read_changes([step], schema)
-    net = compact(changes, key, keep_deleted=layout.mode is Mode.SOFT_DELETE)
+    net = compact(changes, key, keep_deleted=layout.mode is Mode.SOFT_DELETE, mark_new=True)
     rows = _NewRows.of(net, schema, layout.mode)
     if not key:
         if rows.omitted is not None:
             raise _not_sent(str(schema))
         _remove_rows(session, target, layout, changes, net)
         _insert(session, target, layout, rows)
-    elif (
-        rows.omitted is None
-        and (changes.operations == Operation.INSERT).all()
-        and _inserted(session, target, layout, rows)
-    ):
         return
-    else:
-        gone = np.ones(len(net.touched), np.bool_)
-        gone[net.keys] = False
-        keys = _key_cells(changes, net, schema, key)
-        _merge(session, target, layout, rows, keys, np.flatnonzero(gone), source)
+    gone = np.ones(len(net.touched), np.bool_)
+    gone[net.keys] = False
+    keys = _key_cells(changes, net, schema, key)
+    rows = rows.with_keys(_taken(keys, schema, rows.own))
+    assert net.new is not None
+    fresh = net.new[rows.own]
+    if rows.omitted is not None:
+        fresh &= ~rows.omitted.any(axis=1)
+    known = np.flatnonzero(~fresh)
+    if len(known) or gone.any():
+        old = rows if len(known) == rows.count else rows.take(known)
+        _merge(session, target, layout, old, keys, np.flatnonzero(gone), source)
+    if fresh.any():
+        new = rows if not len(known) else rows.take(np.flatnonzero(fresh))
+        if not _inserted(session, target, layout, new):
+            # The table has one of them: a row that a filter left out before, or that somebody else wrote.
+            _merge(session, target, layout, new, keys, np.zeros(0, np.int64), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,20 @@ class _NewRows:
         own = np.full(count, -1, np.int64) if net.keys is None else net.keys
         unknown = previous == len(net.touched)
         return cls(schema, cells_of(table, texts, schema), count, times, omitted, previous, own, unknown)
+
+    def take(self, numbers: NDArray[np.int64]) -> _NewRows:
+        """Return some of the rows."""
+        index = pa.array(numbers)
+        return replace(
+            self,
+            cells=[each.take(index) for each in self.cells],
+            count=len(numbers),
+            deleted_at=None if self.deleted_at is None else self.deleted_at.take(index),
+            omitted=None if self.omitted is None else self.omitted[numbers],
+            previous=self.previous[numbers],
+            own=self.own[numbers],
+            unknown=self.unknown[numbers],
+        )
 
     def with_keys(self, keys: Sequence[Cells]) -> _NewRows:
         """Return the rows with the cells of their keys, which a deleted row takes from the row that it was."""
@@ -176,7 +197,6 @@ def _merge(
     source: SourceRows | None,
 ) -> None:
     """Write rows of a table with a key by way of temporary tables."""
-    rows = rows.with_keys(_taken(keys, rows.schema, rows.own))
     stage = _stage(session, target, layout, rows.schema)
     merge = _Statements(target, layout, rows.schema, stage, equality(session, target, layout))
     # By index, whatever the server takes the size of a temporary table for: the cost grows with the changes alone.
@@ -201,14 +221,15 @@ def _merge(
         session.copy(f"{stage}_keys", [f"k{number}" for number in range(len(wanted))], copy_text(wanted, len(gone)))
         session.run(merge.delete())
     if omitted is not None:
-        session.run(merge.update(omitted))
+        session.run(merge.update_in_place(omitted))
         lost = [number for (number,) in session.rows(merge.lost())]
         missing = np.concatenate([np.flatnonzero(rows.unknown), np.array(lost, np.int64)])
         if len(missing):
             found, count = _fetched(rows, missing, source)
             own = [f"c{number}" for number in range(len(found))]
             session.copy(f"{stage}_rows", own, copy_text(found, count))
-    session.run(merge.upsert())
+    if session.run(merge.update()) < rows.count:
+        session.run(merge.insert())
 
 
 def _fetched(rows: _NewRows, missing: NDArray[np.int64], source: SourceRows | None) -> tuple[list[Cells], int]:
@@ -268,8 +289,8 @@ class _Statements:
         """Delete the rows of keys that are gone."""
         return f"delete from {self._target} t using {self._stage}_keys s where {self._same('k{}')}"
 
-    def update(self, omitted: NDArray[np.bool_]) -> str:
-        """Update rows with omitted values in place."""
+    def update_in_place(self, omitted: NDArray[np.bool_]) -> str:
+        """Update rows with omitted values, which stay where they are."""
         sets = self._sets(omitted, staged=False)
         where = f"s.omits is not null and s.o0 is null and {self._same_key()}"
         return f"update {self._target} t set {sets} from {self._stage}_rows s where {where}"
@@ -282,17 +303,22 @@ class _Statements:
             f"or not exists (select from {self._target} t where {self._same_key()}))"
         )
 
-    def upsert(self) -> str:
-        """Insert the other rows, or update those that exist."""
+    def update(self) -> str:
+        """Update the other rows, if the table has them; without a column besides the key, only count them."""
+        sets = [f"{name} = s.c{number}" for number, name in enumerate(self._names) if number not in self._key]
+        sets += [f"{DELETED_AT} = s.d"] if self._is_soft else []
+        where = f"s.omits is null and {self._same_key()}"
+        if not sets:
+            return f"select from {self._target} t, {self._stage}_rows s where {where}"
+        return f"update {self._target} t set {', '.join(sets)} from {self._stage}_rows s where {where}"
+
+    def insert(self) -> str:
+        """Insert the rows that the table does not have."""
         names = [*self._names, *([DELETED_AT] if self._is_soft else [])]
         staged = [*(f"c{number}" for number in range(len(self._names))), *(["d"] if self._is_soft else [])]
-        key = ", ".join(self._names[number] for number in self._key)
-        others = [name for number, name in enumerate(names) if number not in self._key]
-        sets = ", ".join(f"{name} = excluded.{name}" for name in others)
-        action = f"update set {sets}" if others else "nothing"
         return (
-            f"insert into {self._target} ({', '.join(names)}) select {', '.join(staged)} from {self._stage}_rows "
-            f"where omits is null on conflict ({key}) do {action}"
+            f"insert into {self._target} ({', '.join(names)}) select {', '.join(staged)} from {self._stage}_rows s "
+            f"where s.omits is null and not exists (select from {self._target} t where {self._same_key()})"
         )
 
     def _sets(self, omitted: NDArray[np.bool_], *, staged: bool) -> str:

@@ -6,6 +6,7 @@ remembers the temporary tables that it has, so that a batch need not create them
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import threading
@@ -97,6 +98,8 @@ class Server:
         except SourceError as error:
             raise _from_source(error) from None
         with self.translated(connection):
+            # Statements change with temporary tables; preparing them would cost more than it saves.
+            connection.prepare_threshold = None
             connection.execute(_DURABLE)
             connection.autocommit = False
         return connection
@@ -190,11 +193,16 @@ def _give(server: Server, session: Session) -> None:
     session.connection.close()
 
 
-def close_idle(server: Server) -> None:
-    """Close the connections that this process keeps."""
+def close_idle(server: Server | None = None) -> None:
+    """Close the connections that this process keeps; without a server, those to all."""
     with _lock:
-        for session in _free.pop((os.getpid(), server), []):
-            session.connection.close()
+        for process, other in list(_free):
+            if process == os.getpid() and server in (None, other):
+                for session in _free.pop((process, other)):
+                    session.connection.close()
+
+
+atexit.register(close_idle)
 
 
 def settings_of(url: str) -> SourceSettings:

@@ -12,8 +12,8 @@ from tests.integration.destinations.postgres.writing import PostgresHarness
 
 class TestMirror(DestinationContract):
     @pytest.fixture
-    def harness(self, database: Any) -> PostgresHarness:
-        return PostgresHarness(database, {})
+    def harness(self, any_database: Any) -> PostgresHarness:
+        return PostgresHarness(any_database, {})
 
 
 class TestBatchesInOneTransaction(DestinationContract):
