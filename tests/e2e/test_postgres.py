@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from random import Random
 from typing import Any
@@ -26,11 +27,13 @@ from tests.support.planned_tables import Size, plan_tables
 from tests.support.postgres_readback import PostgresReadBack
 from tests.support.readback import check_equal
 from tests.support.samples import available_samples
-from tests.support.trial import TrialSettings, run_trial
+from tests.support.trial import TrialSettings, run_trial, run_trials
 from tests.support.type_matrix import WIDE, key_tables
 from tests.support.workload import Ddl
 from tests.support.writers import Writers
 
+SOAK_TRIALS = int(os.environ.get("PENSTOCK_SOAK_TRIALS", "20"))
+SOAK_SEED = int(os.environ.get("PENSTOCK_SOAK_SEED", "6000"))
 SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 
 
@@ -89,6 +92,29 @@ def test_random_tables_are_followed(database, target, tmp_path, options):
 def test_whoever_is_killed_the_tables_equal_the_source(settings, make_server, tmp_path):
     report = run_trial(settings, tmp_path, server=make_server())
     assert report.starts > 1
+
+
+SOAK_OPTIONS = [{}, {"transactional": "batch"}, {"mode": "soft_delete"}]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_whoever_is_killed_the_tables_equal_the_source_for_many_seeds(tmp_path, record_property):
+    """The options take turns, and what happens to columns and tables; every fifth trial runs on Spark."""
+    trials = [
+        TrialSettings(
+            seed,
+            kills=6,
+            master="local[2]" if seed % 5 == 0 else None,
+            destination="postgres",
+            options=options,
+            # Rows of a partition that goes stay where they are kept on purpose.
+            ddl=Ddl.STRUCTURE if seed % 3 == 0 and "mode" not in options else [*Ddl][seed % (len(Ddl) - 1)],
+        )
+        for seed in range(SOAK_SEED, SOAK_SEED + SOAK_TRIALS)
+        for options in [SOAK_OPTIONS[seed % len(SOAK_OPTIONS)]]
+    ]
+    run_trials(trials, tmp_path, record_property)
 
 
 @pytest.mark.timeout(600)

@@ -241,6 +241,23 @@ class Control:
         """Return how the names of all generations of a table begin."""
         return f"copy_{_digest(self.pipeline)}_{table_id}_"
 
+    def require_other(self, session: Session, schema: TableSchema, database: str) -> None:
+        """Raise if a table of the source is one that Penstock writes: its copy would be copied, and so on.
+
+        `database` is the source's.
+        """
+        found = session.rows(
+            "select 1 where pg_catalog.current_database() = %s and pg_catalog.to_regclass(%s)::oid::int8 = %s",
+            [database, Target(schema.namespace, schema.name).sql, schema.table_id],
+        )
+        is_own = schema.namespace == self.namespace or self.owner(session, Target(schema.namespace, schema.name))
+        if found and is_own:
+            raise rejected(
+                str(schema),
+                "Penstock writes this table, so it cannot be a source as well",
+                hint="Exclude the schema of the destination, and control_schema, with exclude in [source].",
+            )
+
     def _claim(self, session: Session, schema: TableSchema, target: Target) -> None:
         """Raise `TableOwned` if another pipeline owns a table, `TableRejected` if Penstock did not create it."""
         is_new = session.run(

@@ -44,7 +44,9 @@ _DEPENDENTS = """
     select exists (
         select from pg_catalog.pg_depend d
         where d.refclassid = 'pg_catalog.pg_class'::regclass and d.refobjid = %(table)s and d.deptype = 'n'
-          and d.classid in ('pg_catalog.pg_rewrite'::regclass, 'pg_catalog.pg_policy'::regclass)
+          and d.classid::regclass::text in ('pg_rewrite', 'pg_policy', 'pg_proc')
+    ) or exists (
+        select from pg_catalog.pg_publication_rel p where p.prrelid = %(table)s
     ) or exists (
         select from pg_catalog.pg_index i where i.indrelid = %(table)s and not i.indisprimary
     ) or exists (

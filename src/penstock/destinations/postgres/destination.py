@@ -136,6 +136,7 @@ class PostgresDestination:
         control = self._control(context.pipeline_id)
         place = context.take_folder(schema)
         with self._server.transaction() as session, self._server.translated(session.connection, str(schema)):
+            control.require_other(session, schema, context.store.ancestry.current.database)
             known = control.load(session)
             target = self._target(schema, place, known)
             control.begin(session, schema, place, target, attempt, context.epoch)

@@ -27,7 +27,7 @@ from penstock.errors import (
 from penstock.schema import Column, PostgresType, ReplicaIdentity, TypeKind
 from penstock.testing.destinations import ScriptedSource
 from penstock.testing.destinations.contract import DATE, INT8, ITEMS, LINES, ORDERS, TEXT
-from penstock.testing.destinations.script import make_context
+from penstock.testing.destinations.script import ANCESTRY, make_context
 from tests.integration.destinations.postgres.writing import copy, started, write
 from tests.support.proxy import Proxy
 
@@ -582,6 +582,20 @@ def test_a_table_that_others_depend_on_stays_with_its_views_indexes_and_grants(d
     with pytest.raises(TableRejected, match=r"depend on mirror\.orders"):
         destination.write_table_rows(fewer, source.copy(fewer, [{"id": 3}], attempt="attempt-3"))
     assert notes(database, "mirror.seen") == [(2, "a note")]
+
+
+def test_a_table_that_penstock_writes_is_never_a_source(database, source):
+    """In one database, a pattern of all tables matches the copies, too: each would be copied again and again."""
+    lineage = replace(ANCESTRY, current=replace(ANCESTRY.current, database=database.name))
+    destination = started(database, make_context(ancestry=lineage))
+    copy(destination, source, ORDERS, [order(1)])
+    for name in ("mirror.orders", "penstock.destination_tables"):
+        ((number,),) = database.execute("select %s::regclass::oid::int8", [name])
+        namespace, _, table = name.partition(".")
+        own = replace(ORDERS, table_id=number, namespace=namespace, name=table)
+        with pytest.raises(TableRejected, match="cannot be a source as well"):
+            destination.drop_table_for_copy(own, "attempt-2")
+    assert destination.position(ORDERS.table_id) == source.position
 
 
 def test_tables_that_penstock_did_not_create_are_refused(database, source):
