@@ -148,6 +148,10 @@ STAGES = (
         _soak("tests/e2e/test_oracle.py"), {"PENSTOCK_SOAK_SEEDS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("trials", "pipelines with writers and kills", 60, 0.25, 25, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_trials.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
+    Stage("postgres trials", "pipelines into another Postgres, with writers and kills", 20, 0.05, 40, 5,
+        lambda count, seed: Run(
+            _soak("tests/e2e/test_postgres.py"),
+            {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("delta trials", "pipelines into Delta, with writers and kills", 200, 0.20, 40, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_delta.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("spark trials", "kills of upserts by Spark, into Delta and PostgreSQL each", 30, 0.10, 60, 5,

@@ -113,7 +113,7 @@ def _parse_times(cells: list[Any], wanted: pa.DataType) -> pa.Array:
     return pa.array([parsed(cell) for cell in cells], wanted)
 
 
-class PostgresReadBack(_OfSource):
+class JdbcReadBack(_OfSource):
     """Tables of another database, as its server prints them."""
 
     def __init__(self, dsn: str, target: str) -> None:

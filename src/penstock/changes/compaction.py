@@ -49,6 +49,8 @@ class NetChanges:
     """For each new row, when it was deleted, or `LIVE`; None if deleted rows are not kept."""
     origins: Mapping[str, _Indices] = field(default_factory=dict[str, _Indices])
     """For each new row, the origin of its value; only for columns that are not all from `images`."""
+    new: NDArray[np.bool_] | None = None
+    """For each touched key, True if its first change is an insert: there was no row before. None if nobody asked."""
 
     @property
     def unknown(self) -> int:
@@ -178,12 +180,15 @@ class KnownRows:
     texts: Texts = field(default_factory=dict[str, pa.Array])
 
 
-def compact(changes: ChangeColumns, key: Sequence[str], *, keep_deleted: bool = False) -> NetChanges:
+def compact(
+    changes: ChangeColumns, key: Sequence[str], *, keep_deleted: bool = False, mark_new: bool = False
+) -> NetChanges:
     """Compute the net effect of changes on a table whose rows are identified by the columns `key`, or that has no key.
 
-    With `keep_deleted`, deleted rows stay, with the time of their deletion.
+    With `keep_deleted`, deleted rows stay, with the time of their deletion. With `mark_new`, the result says which keys
+    of a table with a key had no row before.
     """
-    return _compact_keyed(changes, key, keep_deleted) if key else _compact_multiset(changes, keep_deleted)
+    return _compact_keyed(changes, key, keep_deleted, mark_new) if key else _compact_multiset(changes, keep_deleted)
 
 
 def keys_of(table: pa.Table, texts: Texts, names: Sequence[str], *, whole: bool = False) -> pa.Array:
@@ -209,7 +214,9 @@ def touched_keys(changes: ChangeColumns, names: Sequence[str]) -> tuple[pa.Array
     return keys.take(taken), cells.take(taken).combine_chunks(), found
 
 
-def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: bool) -> NetChanges:
+def _compact_keyed(
+    changes: ChangeColumns, names: Sequence[str], keep_deleted: bool, mark_new: bool = False
+) -> NetChanges:
     count = changes.count
     if any(name in changes.not_sent for name in names):
         raise ValueError("a change has no key")
@@ -231,8 +238,9 @@ def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: b
     is_image[last_own[is_live]] = True
     images = np.flatnonzero(is_image)
     row_codes = own[images]
+    new = _new(changes.operations, own, moves, left, len(touched)) if mark_new else None
     if not changes.not_sent and not keep_deleted:
-        return NetChanges(touched, None, changes.rows, changes.texts, images, row_codes)
+        return NetChanges(touched, None, changes.rows, changes.texts, images, row_codes, new=new)
 
     before = _before(changes.operations, own, moves, left, len(touched))
     starts, gone_at = images, None
@@ -248,7 +256,17 @@ def _compact_keyed(changes: ChangeColumns, names: Sequence[str], keep_deleted: b
         found = starts if missing is None else _resolve(missing, before, count + len(touched))[starts]
         if missing is not None or keep_deleted:
             origins[name] = found
-    return NetChanges(touched, None, changes.rows, changes.texts, starts, row_codes, gone_at, origins)
+    return NetChanges(touched, None, changes.rows, changes.texts, starts, row_codes, gone_at, origins, new)
+
+
+def _new(operations: NDArray[np.int8], own: _Indices, moves: _Indices, left: _Indices, keys: int) -> NDArray[np.bool_]:
+    """For each key, whether its first change is an insert."""
+    count = len(operations)
+    first_own, first_left = np.full(keys, count, np.int64), np.full(keys, count, np.int64)
+    first_own[own[::-1]] = np.arange(count)[::-1]
+    first_left[left[::-1]] = moves[::-1]
+    is_first = first_own < first_left
+    return is_first & (operations[np.minimum(first_own, count - 1)] == Operation.INSERT)
 
 
 def _encoded(keys: pa.Array) -> tuple[pa.Array, _Indices]:

@@ -18,7 +18,7 @@ An omitted value is NULL in its own column: only `_unchanged` distinguishes it f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -307,6 +307,18 @@ def unsent_cells(
     # All have the same number of bytes.
     content = np.frombuffer(_bytes_of(bitmaps.filter(pa.array(present))), np.uint8).reshape(len(at), -1)
     return at, np.unpackbits(content, axis=1, bitorder="little")
+
+
+def names_not_sent(bitmaps: pa.ChunkedArray, names: Sequence[str]) -> pa.Array:
+    """Return the names of omitted columns; NULL if none was omitted."""
+    at, bits = unsent_cells(bitmaps)
+    bits = bits[:, : len(names)]
+    counts = np.zeros(len(bitmaps), np.int64)
+    counts[at] = bits.sum(axis=1)
+    offsets = np.zeros(len(bitmaps) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    values = pa.array(names, pa.string()).take(pa.array(np.nonzero(bits)[1]))
+    return pa.ListArray.from_arrays(pa.array(offsets, mask=np.append(counts == 0, False)), values)
 
 
 def pack_unsent(flags: NDArray[np.bool_]) -> pa.Array:

@@ -117,7 +117,7 @@ def require_readable(destination: Destination) -> ReadableDestination:
     if not isinstance(destination, ReadableDestination):
         raise NotComparable(
             f"{destination.name} destinations cannot be read back, so there is nothing to compare with the source",
-            hint="Destinations that can be compared: delta, parquet, and any destination with a `pin` method.",
+            hint="Destinations that can be compared: delta, parquet, postgres, and any other with a `pin` method.",
         )
     return destination
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import select
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -112,7 +112,9 @@ class RangeReader:
         row_count = changed_cells = 0
         with closing(connect(self.source, Role.COPY, parameters=self.settings.session_parameters)) as connection:
             name = self.lock(connection, part)
-            for batch in _stream(connection, self._query(layout, part, name), layout, self.settings):
+            columns = [quote_identifier(column.column.name) for column in layout.columns]
+            where = self.condition(part)
+            for batch in read_columns(connection, layout, columns, f"only {name}", where, self.settings):
                 row_count += batch.num_rows
                 if settled and batch.column(UNREPRESENTABLE).null_count < batch.num_rows:
                     rows, changed = settle_rows(pa.Table.from_batches([batch]), settled)
@@ -120,14 +122,6 @@ class RangeReader:
                     changed_cells += changed
                 yield batch if self.transform is None else self.transform.rows(batch)
         tell(RangeRead(part.index, row_count, changed_cells))
-
-    def _query(self, layout: TupleLayout, part: CopyRange | KeyRange, name: str) -> str:
-        columns = ", ".join(
-            select_expression(form, quote_identifier(column.column.name))
-            for column, form in zip(layout.columns, layout.forms, strict=True)
-        )
-        where = self.condition(part)
-        return f"copy (select {columns} from only {name}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
 
     def condition(self, part: CopyRange | KeyRange) -> str:
         """Return the condition for the rows of a range; empty for all."""
@@ -200,6 +194,23 @@ class RangeReader:
     def _changed(self, what: str) -> TableRewritten:
         message = f"{self.schema} {what} after the snapshot of its copy was taken"
         return TableRewritten(message, table=str(self.schema), table_id=self.schema.table_id)
+
+
+def read_columns(
+    connection: psycopg.Connection[Any],
+    layout: TupleLayout,
+    columns: Sequence[str],
+    table: str,
+    where: str,
+    settings: CopySettings,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a table that meet a condition, in the connection's transaction.
+
+    `columns` are the quoted names of the layout's columns there, and `table` is what stands after FROM.
+    """
+    selected = ", ".join(map(select_expression, layout.forms, columns))
+    query = f"copy (select {selected} from {table}{f' where {where}' if where else ''}) to stdout (format binary)"  # noqa: S608 (quoted)
+    return _stream(connection, query, layout, settings)
 
 
 def _stream(

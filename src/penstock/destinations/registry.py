@@ -17,6 +17,7 @@ DESTINATIONS: Mapping[str, Registered] = {
     "memory": Registered("penstock.destinations.memory:MemoryDestination"),
     "stdout": Registered("penstock.destinations.stdout:StdoutDestination"),
     "parquet": Registered("penstock.destinations.parquet:ParquetDestination"),
+    "postgres": Registered("penstock.destinations.postgres:PostgresDestination"),
     "spark": Registered("penstock.destinations.spark:SparkDestination", extra="spark"),
     "http": Registered("penstock.destinations.http:HttpDestination"),
 }

@@ -89,7 +89,9 @@ _PUBLICATIONS = """
     from pg_catalog.pg_publication order by 1
 """
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
-_HARMLESS_OPTIONS = frozenset({"type", "name", "path", "mode", "compression", "format", "commit_interval"})
+_HARMLESS_OPTIONS = frozenset(
+    {"type", "name", "path", "mode", "compression", "format", "commit_interval", "transactional"}
+)
 _SECRET_KEY = re.compile(r"(?i)pass|pwd|secret|token|key|pin|credential")
 """Keys whose values may be secret even if they are numbers."""
 _SHORTEST_SECRET = 8

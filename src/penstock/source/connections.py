@@ -66,6 +66,7 @@ class Role(StrEnum):
     CATALOG = "catalog"
     CHECK = "check"
     COPY = "copy"
+    DESTINATION = "destination"
     DOCUMENTS = "documents"
     SLOT = "slot"
     SNAPSHOT = "snapshot"

@@ -34,6 +34,8 @@ DESTINATIONS: dict[str, dict[str, Any]] = {
     "delta": {"maintenance": False},
     "delta without vectors": {"maintenance": False, "deletion_vectors": False},
     "delta soft_delete": {"maintenance": False, "mode": "soft_delete"},
+    "postgres": {"schema": "copied"},
+    "postgres soft_delete": {"schema": "copied", "mode": "soft_delete"},
 }
 
 
@@ -41,8 +43,9 @@ class Place:
     """A destination in a folder, as a process that writes opens it, and as one that only looks does."""
 
     def __init__(self, kind: str, folder: Path, **options: Any) -> None:
-        self._options = {"path": str(folder / "lake"), **DESTINATIONS[kind], **options}
         self._type = kind.split()[0]
+        place = {} if self._type == "postgres" else {"path": str(folder / "lake")}
+        self._options = {**place, **DESTINATIONS[kind], **options}
         self._folder = folder
         self._plants = 0
 

@@ -41,7 +41,8 @@ def any_source(any_database: Any) -> Iterator[Source]:
 
 @pytest.fixture(params=DESTINATIONS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Place(request.param, tmp_path)
+    own = {"url": request.getfixturevalue("database").dsn} if request.param.startswith("postgres") else {}
+    return Place(request.param, tmp_path, **own)
 
 
 def make_orders(source: Source) -> None:

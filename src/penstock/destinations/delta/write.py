@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -30,8 +29,8 @@ from penstock.changes.segment import (
     Texts,
     field_names,
     join_texts,
+    names_not_sent,
     split_texts,
-    unsent_cells,
 )
 from penstock.changes.steps import Truncation
 from penstock.destinations.batch_events import read_segment
@@ -336,7 +335,7 @@ def _changes(segment: pa.Table, schema: TableSchema, stage: TableLayout, layout:
         ORDINAL: segment.column(ORDINAL),
         COMMIT_TIME: segment.column(COMMIT_TIME),
         XID: segment.column(XID),
-        UNCHANGED: _names_not_sent(segment.column(UNCHANGED), list(names.values())),
+        UNCHANGED: names_not_sent(segment.column(UNCHANGED), list(names.values())),
     }
     if OLD in segment.column_names and OLD in layout.schema.names:
         columns[OLD] = _old(segment.column(OLD).combine_chunks(), names, layout.schema.field(OLD).type)
@@ -354,15 +353,3 @@ def _old(old: pa.StructArray, names: Mapping[str, str], wanted: pa.StructType) -
     fitted = fit(there, pa.schema(list(wanted))).combine_chunks()
     arrays = [column.chunk(0) if column.num_chunks else pa.nulls(0, column.type) for column in fitted.columns]
     return pa.StructArray.from_arrays(arrays, fields=list(wanted), mask=old.is_null())
-
-
-def _names_not_sent(bitmaps: pa.ChunkedArray, names: list[str]) -> pa.Array:
-    """Return the names of omitted columns; NULL if none was omitted."""
-    at, bits = unsent_cells(bitmaps)
-    bits = bits[:, : len(names)]
-    counts = np.zeros(len(bitmaps), np.int64)
-    counts[at] = bits.sum(axis=1)
-    offsets = np.zeros(len(bitmaps) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    values = pa.array(names, pa.string()).take(pa.array(np.nonzero(bits)[1]))
-    return pa.ListArray.from_arrays(pa.array(offsets, mask=np.append(counts == 0, False)), values)
