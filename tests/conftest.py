@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,6 +261,26 @@ def index_name(opensearch: ExistingOpenSearch) -> Iterator[str]:
     found = opensearch.request("GET", f"/_cat/indices/{name}*?format=json&h=index&expand_wildcards=all")
     for each in found:
         opensearch.request("DELETE", f"/{each['index']}")
+
+
+@pytest.fixture(scope="session")
+def clickhouse_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of ClickHouse's engine in this process, which has one: it locks its folder against other processes."""
+    connect = pytest.importorskip("clickhouse_connect")
+    pytest.importorskip("chdb")
+    url = f"chdb://{tmp_path_factory.mktemp('clickhouse')}"
+    with closing(connect.get_client(dsn=url)):
+        yield url
+
+
+@pytest.fixture
+def clickhouse(clickhouse_engine: str) -> Iterator[Any]:
+    """A database of its own for each test."""
+    from tests.support.clickhouse import ClickHouse
+
+    clickhouse = ClickHouse(clickhouse_engine, f"test_{secrets.token_hex(8)}")
+    yield clickhouse
+    clickhouse.drop()
 
 
 @pytest.fixture

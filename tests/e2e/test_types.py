@@ -18,6 +18,7 @@ from deltalake import DeltaTable
 from psycopg import sql
 
 from penstock.changes.segment import UNREPRESENTABLE
+from penstock.destinations.clickhouse.layout import column_type
 from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.parquet import ParquetReader
 from penstock.source.connections import PINNED_PARAMETERS
@@ -95,18 +96,20 @@ def differences(cases: Sequence[Case], found: dict[tuple[str, str], Compared]) -
 # The page
 
 
-def types_of(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the types of the columns of `plain`, in Parquet files and in the Delta table."""
+def types_of(folder: Path) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Return the types of the columns of `plain`, in Parquet files, in the Delta table and in ClickHouse."""
     (first, *_) = ParquetReader(folder / "parquet").files("public.plain")
-    parquet = {field.name: str(field.type) for field in pq.read_schema(first)}
+    schema = pq.read_schema(first)
+    parquet = {field.name: str(field.type) for field in schema}
+    clickhouse = {field.name: column_type(field.type) for field in schema}
     delta = DeltaTable(DeltaReader(folder / "delta").folder("public.plain"))
     fields = json.loads(delta.schema().to_json())["fields"]
-    return parquet, {field["name"]: field["type"] for field in fields}
+    return parquet, {field["name"]: field["type"] for field in fields}, clickhouse
 
 
 def render(folder: Path, cases: Sequence[Case], found: dict[tuple[str, str], Compared]) -> str:
     """Return the tables of the page."""
-    parquet, delta = types_of(folder)
+    parquet, delta, clickhouse = types_of(folder)
     keys = {case.number: keyed.name for keyed in key_tables(cases) for case in keyed.cases}
     typed: list[str] = []
     texts: list[str] = []
@@ -118,7 +121,7 @@ def render(folder: Path, cases: Sequence[Case], found: dict[tuple[str, str], Com
             mark(found, "arrays", [column], None) if case.has_array else "–",
             mark(found, "domains", [column, f"a{case.number}"], None) if case.has_domain else "–",
         ]
-        cells = [case.label, parquet[column], delta[column], *marks]
+        cells = [case.label, parquet[column], delta[column], clickhouse[column], *marks]
         if delta[column] == "string" and not delta_is_typed(case):
             texts.append(f"| {' | '.join([cells[0], *marks])} |")
         else:
@@ -131,7 +134,8 @@ def render(folder: Path, cases: Sequence[Case], found: dict[tuple[str, str], Com
     ways = "copy | insert | update | key | array | domain"
     rule = "|---" * 6
     return (
-        f"\n| Postgres | Parquet | Delta and Spark | {ways} | kept as text |\n|---|---|---{rule}|---|\n"
+        f"\n| Postgres | Parquet | Delta and Spark | ClickHouse | {ways} | kept as text |\n"
+        f"|---|---|---|---{rule}|---|\n"
         + "\n".join(typed)
         + "\n\nAll other types are text, exactly as the server prints it: `string` at every destination.\n"
         + f"\n| Postgres | {ways} |\n"

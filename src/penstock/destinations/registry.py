@@ -20,6 +20,7 @@ DESTINATIONS: Mapping[str, Registered] = {
     "postgres": Registered("penstock.destinations.postgres:PostgresDestination"),
     "spark": Registered("penstock.destinations.spark:SparkDestination", extra="spark"),
     "http": Registered("penstock.destinations.http:HttpDestination"),
+    "clickhouse": Registered("penstock.destinations.clickhouse.destination:ClickHouseDestination", extra="clickhouse"),
 }
 
 _METHODS = ("startup", "drop_table_for_copy", "write_table_rows", "write_events", "position", "shutdown")

@@ -1,0 +1,5 @@
+"""Writes tables of ClickHouse: the same rows, or every change."""
+
+from penstock.destinations.clickhouse.destination import ClickHouseDestination
+
+__all__ = ["ClickHouseDestination"]
