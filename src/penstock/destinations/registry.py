@@ -14,6 +14,7 @@ from penstock.registry import Registered, Registry
 
 DESTINATIONS: Mapping[str, Registered] = {
     "delta": Registered("penstock.destinations.delta.destination:DeltaDestination", extra="delta"),
+    "bigquery": Registered("penstock.destinations.bigquery.destination:BigQueryDestination", extra="bigquery"),
     "memory": Registered("penstock.destinations.memory:MemoryDestination"),
     "stdout": Registered("penstock.destinations.stdout:StdoutDestination"),
     "parquet": Registered("penstock.destinations.parquet:ParquetDestination"),

@@ -1,0 +1,38 @@
+"""An emulated BigQuery for the tests of this folder."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.destinations.bigquery import append
+from penstock.testing.bigquery import EmulatedBigQuery, why_not
+
+
+@pytest.fixture(scope="session")
+def emulator() -> Iterator[EmulatedBigQuery]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with EmulatedBigQuery() as server:
+        yield server
+
+
+@pytest.fixture
+def server(emulator: EmulatedBigQuery) -> Iterator[EmulatedBigQuery]:
+    yield emulator
+    emulator.heal()
+
+
+@pytest.fixture
+def dataset() -> str:
+    return f"d_{secrets.token_hex(4)}"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a break of the connection end an append soon."""
+    monkeypatch.setattr(append, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(append, "SETTLE_SECONDS", 0.2)
