@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from tests.support.pipeline_process import PipelineProcess
 from tests.support.processes import Part
 from tests.support.readback import check_equal
 from tests.support.spark_cluster import Cluster
+from tests.support.waiting import slowed
 
 ROWS = 400
 """Of each table at the start."""
@@ -180,8 +182,9 @@ def writers(
     def write(seed: int) -> None:
         chance = random.Random(seed)
         try:
+            begun = time.monotonic()
             with database.connect() as connection:
-                while not stop.wait(pause):
+                while not stop.wait(slowed(pause, begun)):
                     try:
                         with connection.transaction():
                             for _ in range(chance.choice([1, 1, 3, 30])):
