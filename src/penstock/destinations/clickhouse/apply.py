@@ -8,7 +8,7 @@ takes the value only from a row of before these changes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,7 @@ from penstock.destinations.clickhouse.log import log_rows, log_truncate
 from penstock.destinations.clickhouse.server import Server
 from penstock.destinations.refusals import concerns_all_tables, unexpected
 from penstock.destinations.row_groups import group_batches
+from penstock.destinations.table_parts import divide
 from penstock.errors import PenstockError
 from penstock.observe.reports import may_end_here
 from penstock.schema import TableSchema
@@ -95,7 +96,9 @@ def apply_work(work: Work) -> list[Applied | PenstockError]:
 
 def _apply(work: Work, table: TableWork) -> Applied:
     server, layout, floor = work.server, table.layout, table.floor
-    for number, step in enumerate(_parts(table.steps, layout.shape)):
+    for number, step in enumerate(
+        divide(table.steps, keeps_all=layout.shape is Shape.LOG, rows=SLICE_ROWS, size=SLICE_BYTES)
+    ):
         may_end_here()
         token = f"{table.token}/{number}"
         match step:
@@ -145,30 +148,6 @@ def _arrow_after(steps: Sequence[TableStep], change: SchemaChange) -> pa.Schema:
     after = steps[steps.index(change) + 1 :]
     segments = next(step.segments for step in after if isinstance(step, Rows))
     return segments[0].arrow_schema()
-
-
-def _parts(steps: Sequence[TableStep], shape: Shape) -> Iterator[TableStep]:
-    """Yield the steps in order, with rows in parts of bounded size."""
-    last = max((number for number, step in enumerate(steps) if isinstance(step, Truncation)), default=-1)
-    for number, step in enumerate(steps):
-        if isinstance(step, SchemaChange):
-            yield step
-        elif shape is not Shape.LOG and number < last:
-            continue  # a truncate leaves nothing of these rows
-        elif isinstance(step, Truncation):
-            yield step
-        else:
-            yield from _slices(step)
-
-
-def _slices(step: Rows) -> Iterator[Rows]:
-    first, rows, size = 0, 0, 0
-    for number, segment in enumerate(step.segments):
-        rows, size = rows + segment.rows, size + max(segment.memory, segment.bytes)
-        if number > first and (rows > SLICE_ROWS or size > SLICE_BYTES):
-            yield replace(step, segments=step.segments[first:number])
-            first, rows, size = number, segment.rows, max(segment.memory, segment.bytes)
-    yield replace(step, segments=step.segments[first:])
 
 
 @dataclass(frozen=True, slots=True)

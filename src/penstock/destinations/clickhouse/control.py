@@ -14,7 +14,7 @@ from threading import Lock
 
 import pyarrow as pa
 
-from penstock.destinations.clickhouse.layout import Layout, layout_from_json
+from penstock.destinations.clickhouse.layout import Layout, Mode, layout_from_json
 from penstock.destinations.clickhouse.server import Server, literal
 from penstock.lsn import Lsn
 
@@ -66,6 +66,10 @@ class Known:
     floor: int = 0
     """Rows with this `_version` or a lower one were truncated."""
     layout: Layout | None = None
+
+    @property
+    def mode(self) -> Mode | None:
+        return None if self.layout is None else self.layout.mode
 
     @property
     def is_copied(self) -> bool:

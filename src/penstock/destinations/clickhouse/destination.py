@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
-from penstock.destinations.batch_events import leave_out
 from penstock.destinations.clickhouse.apply import SLICE_ROWS, Applied, TableWork, Work, apply_work
 from penstock.destinations.clickhouse.control import Control, Known
 from penstock.destinations.clickhouse.copying import CopyTarget, finish_copy, require_begun, write_range
@@ -21,15 +20,13 @@ from penstock.destinations.naming import FOLDERS, IDENTIFIERS
 from penstock.destinations.refusals import (
     fenced_copy,
     foreign_table,
-    not_copied,
-    other_lineage,
     other_writer,
     rejected,
-    takes_long,
     unexpected,
     unusable,
 )
-from penstock.errors import RESYNC, PenstockError
+from penstock.destinations.table_parts import deal_out, describe_shares, left_of, require_writable
+from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 
@@ -170,13 +167,13 @@ class ClickHouseDestination:
                 works.append(work)
         items = [
             Work(self._server, context.records_ddl, group, context.source_rows)
-            for group in _groups(works, context.tasks.parallel)
+            for group in deal_out(works, context.tasks.parallel)
         ]
         is_long = batch.alone and batch.row_count > _SHARED_ROWS
         outcomes: list[list[Applied | PenstockError]] = []
         if items:
             with context.tasks.copying() if is_long else nullcontext():
-                outcomes = context.tasks.run(items, apply_work, description=_describe(batch, works))
+                outcomes = context.tasks.run(items, apply_work, description=describe_shares(batch, works))
         records: list[Known] = []
         for item, results in zip(items, outcomes, strict=True):
             for table, result in zip(item.tables, results, strict=True):
@@ -255,24 +252,12 @@ class ClickHouseDestination:
         context = self._started
         if known is None:
             self._refuse_foreign(control, changes)
-        if known is None or not known.is_copied or known.position is None or known.layout is None:
-            raise not_copied(changes.table)
-        if known.epoch > context.epoch:
-            raise other_writer(changes.table)
-        if not context.knows(known.lineage, known.position):
-            raise other_lineage(changes.table, known.lineage, context.lineage)
-        if known.layout.mode is not self._mode:
-            raise rejected(
-                changes.table,
-                f"it was copied in mode {known.layout.mode.value}, not {self._mode.value}",
-                hint=f"Copy the table again ({RESYNC}), or set the mode back.",
-            )
-        left = leave_out(changes, known.position, batch.begin)
-        if not left.steps:
+        known, position = require_writable(changes, known, context, self._mode)
+        left = left_of(batch, changes, position, shared_rows=_SHARED_ROWS)
+        if left is None:
             return None
-        if left.row_count > _SHARED_ROWS and not batch.alone:
-            raise takes_long(changes.table, f"a transaction has {left.row_count:,} changes")
         change = left.last_schema_change
+        assert known.layout is not None
         return TableWork(
             changes.table_id,
             changes.table,
@@ -281,7 +266,7 @@ class ClickHouseDestination:
             known.layout,
             known.floor,
             left.steps,
-            token=f"{known.attempt}/{known.position}/{batch.end}",
+            token=f"{known.attempt}/{position}/{batch.end}",
             keeps_dropped=change is not None and context.keeps_dropped_columns(change.new),
         )
 
@@ -342,20 +327,3 @@ def _view(schema: TableSchema, place: str, known: Iterable[Known]) -> str:
     return next(
         (each.view for each in known if each.place == place and each.view), IDENTIFIERS.name(*place.split("/", 1))
     )
-
-
-def _groups(works: Sequence[TableWork], count: int) -> list[tuple[TableWork, ...]]:
-    """Split tables into groups with about the same number of changes."""
-    groups: list[list[TableWork]] = [[] for _ in range(max(1, count))]
-    sizes = [0] * len(groups)
-    for work in sorted(works, key=lambda each: each.row_count, reverse=True):
-        smallest = sizes.index(min(sizes))
-        groups[smallest].append(work)
-        sizes[smallest] += work.row_count + 1
-    return [tuple(sorted(group, key=lambda each: each.table_id)) for group in groups if group]
-
-
-def _describe(batch: EventBatch, works: Sequence[TableWork]) -> str:
-    names = [work.table for work in works]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"write {shown} up to {batch.end}"

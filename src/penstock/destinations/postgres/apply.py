@@ -6,8 +6,7 @@ moved. Steps are applied in their order: rows by their net effect (`merge`), or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psycopg
 
@@ -20,6 +19,7 @@ from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Targ
 from penstock.destinations.postgres.merge import merge_rows
 from penstock.destinations.postgres.server import Server, Session
 from penstock.destinations.refusals import concerns_all_tables, not_copied, other_writer, unexpected
+from penstock.destinations.table_parts import divide
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.observe.reports import may_end_here
@@ -143,7 +143,7 @@ def _apply(session: Session, work: Work, table: TableWork) -> Target:
         raise other_writer(table.table)
     session.run("set constraints all deferred")
     layout = before
-    for part in _parts(table.steps, before.mode):
+    for part in divide(table.steps, keeps_all=before.mode is not Mode.MIRROR, rows=SLICE_ROWS, size=SLICE_BYTES):
         may_end_here()
         match part:
             case SchemaChange():
@@ -170,30 +170,6 @@ def _apply(session: Session, work: Work, table: TableWork) -> Target:
         layout=None if layout == before else layout,
     )
     return target
-
-
-def _parts(steps: Sequence[TableStep], mode: Mode) -> Iterator[TableStep]:
-    """Yield the steps in order, with rows in parts of bounded size."""
-    last = max((number for number, step in enumerate(steps) if isinstance(step, Truncation)), default=-1)
-    for number, step in enumerate(steps):
-        if isinstance(step, SchemaChange):
-            yield step
-        elif mode is Mode.MIRROR and number < last:
-            continue  # a truncate leaves nothing of these rows
-        elif isinstance(step, Truncation):
-            yield step
-        else:
-            yield from _slices(step)
-
-
-def _slices(step: Rows) -> Iterator[Rows]:
-    first, rows, size = 0, 0, 0
-    for number, segment in enumerate(step.segments):
-        rows, size = rows + segment.rows, size + max(segment.memory, segment.bytes)
-        if number > first and (rows > SLICE_ROWS or size > SLICE_BYTES):
-            yield replace(step, segments=step.segments[first:number])
-            first, rows, size = number, segment.rows, max(segment.memory, segment.bytes)
-    yield replace(step, segments=step.segments[first:])
 
 
 def _truncate(session: Session, target: Target, layout: Layout, step: Truncation) -> None:

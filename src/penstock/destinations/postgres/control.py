@@ -88,6 +88,10 @@ class Known:
     layout: Layout | None
 
     @property
+    def mode(self) -> Mode | None:
+        return None if self.layout is None else self.layout.mode
+
+    @property
     def is_copied(self) -> bool:
         """True if changes may be applied: no newer copy has started."""
         return self.target is not None and self.copied == self.attempt and self.position is not None

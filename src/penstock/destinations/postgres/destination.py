@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
-from penstock.destinations.batch_events import leave_out
 from penstock.destinations.naming import FOLDERS
 from penstock.destinations.postgres.apply import SLICE_ROWS, TableWork, Work, apply_work
 from penstock.destinations.postgres.control import Control, Known
@@ -29,15 +28,12 @@ from penstock.destinations.postgres.server import Server, Session, close_idle, s
 from penstock.destinations.refusals import (
     fenced_copy,
     foreign_table,
-    not_copied,
-    other_lineage,
-    other_writer,
     rejected,
-    takes_long,
     unexpected,
     unusable,
 )
-from penstock.errors import RESYNC, PenstockError, TableBusy
+from penstock.destinations.table_parts import deal_out, describe_shares, left_of, require_writable
+from penstock.errors import PenstockError, TableBusy
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 
@@ -205,13 +201,13 @@ class PostgresDestination:
                 *(self._server, control, context.epoch, context.lineage, context.records_ddl, group, self._together),
                 source=context.source_rows,
             )
-            for group in _groups(works, 1 if self._together else context.tasks.parallel)
+            for group in deal_out(works, 1 if self._together else context.tasks.parallel)
         ]
         is_long = batch.alone and batch.row_count > _SHARED_ROWS
         outcomes: list[list[PenstockError | None]] = []
         if items:
             with context.tasks.copying() if is_long else nullcontext():
-                outcomes = context.tasks.run(items, apply_work, description=_describe(batch, works))
+                outcomes = context.tasks.run(items, apply_work, description=describe_shares(batch, works))
         for item, results in zip(items, outcomes, strict=True):
             for table, error in zip(item.tables, results, strict=True):
                 if error is not None:
@@ -296,27 +292,14 @@ class PostgresDestination:
     def _plan(self, batch: EventBatch, changes: TableChanges, known: Known | None) -> TableWork | None:
         """Return a table's part of the work; None if the table has all of it. Raise the error that stops the table."""
         context = self._started
-        if known is None or not known.is_copied or known.position is None or known.layout is None:
-            raise not_copied(changes.table)
-        if known.epoch > context.epoch:
-            raise other_writer(changes.table)
-        if not context.knows(known.lineage, known.position):
-            raise other_lineage(changes.table, known.lineage, context.lineage)
-        if known.layout.mode is not self._mode:
-            raise rejected(
-                changes.table,
-                f"it was copied in mode {known.layout.mode.value}, not {self._mode.value}",
-                hint=f"Copy the table again ({RESYNC}), or set the mode back.",
-            )
-        left = leave_out(changes, known.position, batch.begin)
-        if not left.steps:
+        known, position = require_writable(changes, known, context, self._mode)
+        left = left_of(batch, changes, position, shared_rows=_SHARED_ROWS)
+        if left is None:
             return None
-        if left.row_count > _SHARED_ROWS and not batch.alone:
-            raise takes_long(changes.table, f"a transaction has {left.row_count:,} changes")
-        end = known.position if reaches(known.position, batch.end) else batch.end
+        end = position if reaches(position, batch.end) else batch.end
         change = left.last_schema_change
         keeps_dropped = change is not None and context.keeps_dropped_columns(change.new)
-        return TableWork(changes.table_id, changes.table, known.attempt, known.position, end, left.steps, keeps_dropped)
+        return TableWork(changes.table_id, changes.table, known.attempt, position, end, left.steps, keeps_dropped)
 
     def _refuse_foreign(self, control: Control, session: Session, changes: TableChanges) -> None:
         for step in changes.steps:
@@ -361,20 +344,3 @@ class PostgresDestination:
         if self._context is None:
             raise RuntimeError("startup was not called")
         return self._context
-
-
-def _groups(works: Sequence[TableWork], count: int) -> list[tuple[TableWork, ...]]:
-    """Split tables into groups with about the same number of changes."""
-    groups: list[list[TableWork]] = [[] for _ in range(max(1, count))]
-    sizes = [0] * len(groups)
-    for work in sorted(works, key=lambda each: each.row_count, reverse=True):
-        smallest = sizes.index(min(sizes))
-        groups[smallest].append(work)
-        sizes[smallest] += work.row_count + 1
-    return [tuple(sorted(group, key=lambda each: each.table_id)) for group in groups if group]
-
-
-def _describe(batch: EventBatch, works: Sequence[TableWork]) -> str:
-    names = [work.table for work in works]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"write {shown} up to {batch.end}"
