@@ -154,7 +154,7 @@ class Monitor:
                 }
             )
             # Not in the order in which they were noticed: a table may have stopped before this process started.
-            for at, each in sorted(list(self.running.events), key=lambda event: event[0])[::-1]
+            for at, each in sorted(self.running.events, key=lambda event: event[0])[::-1]
         ]
 
     def status(self) -> PipelineStatus:
