@@ -1,4 +1,4 @@
-"""A machine of its own, as far as files go: folders of a test in the place of /etc, /opt and /var, and a read-only root.
+"""A machine of its own, as far as files go: a test's folders in the place of /etc, /opt and /var, a read-only root.
 
     machine = Machine(tmp_path)
     (machine.root / "etc/penstock").mkdir()
@@ -27,7 +27,7 @@ set -e
 mount --make-rprivate /
 for place in etc opt var; do mount --bind "$1/$place" "/$place"; done
 mount -t tmpfs -o mode=1777 tmpfs /tmp
-if [ "$2" = "read-only" ]; then mount -o remount,bind,ro /; mount -o remount,bind,ro /etc; mount -o remount,bind,ro /opt; fi
+if [ "$2" = "read-only" ]; then for place in / /etc /opt; do mount -o remount,bind,ro "$place"; done; fi
 cd "$3"
 user=$4
 shift 4

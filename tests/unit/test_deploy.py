@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from penstock.config import load_config
@@ -40,6 +41,35 @@ def test_the_container_runs_without_privileges_and_checks_its_health() -> None:
     (check,) = [line for line in LINES if line.startswith("HEALTHCHECK")]
     assert "http://127.0.0.1:8321/healthz" in check
     assert arguments("STOPSIGNAL") == [["SIGTERM"]]
+
+
+def test_the_manifests_fit_the_schemas_of_kubernetes() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    for manifest in MANIFESTS.values():
+        validator.validate(manifest, "1.29", strict=True)
+
+
+def test_names_in_the_manifests_refer_to_each_other() -> None:
+    """What no schema checks, and what an API server accepts, too: then no pod would start, or nobody would reach it."""
+    service, stateful = MANIFESTS["Service"]["spec"], MANIFESTS["StatefulSet"]["spec"]
+    pod, labels = stateful["template"]["spec"], stateful["template"]["metadata"]["labels"]
+    (container,) = pod["containers"]
+    assert service["selector"].items() <= labels.items()
+    assert stateful["selector"]["matchLabels"].items() <= labels.items()
+    assert stateful["serviceName"] == MANIFESTS["Service"]["metadata"]["name"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert {each["targetPort"] for each in service["ports"]} <= ports.keys()
+    assert {
+        container[f"{name}Probe"]["httpGet"]["port"] for name in ("liveness", "startup", "readiness")
+    } <= ports.keys()
+    assert stateful["template"]["metadata"]["annotations"]["prometheus.io/port"] == str(ports["http"])
+    assert [each["secretRef"]["name"] for each in container["envFrom"]] == [MANIFESTS["Secret"]["metadata"]["name"]]
+    (config,) = [each["configMap"]["name"] for each in pod["volumes"] if "configMap" in each]
+    assert config == MANIFESTS["ConfigMap"]["metadata"]["name"]
+    assert {each["metadata"]["name"] for each in stateful["volumeClaimTemplates"]} == {"data"}
+    # The image looks for its config where the volume is.
+    (folder,) = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "config"]
+    assert f"PENSTOCK_CONFIG={folder}/{next(iter(MANIFESTS['ConfigMap']['data']))}" in CONTAINER
 
 
 def test_the_config_of_the_manifests_is_valid(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from penstock.observe import redact, scrub
 from penstock.operations.commands import send_command
 from penstock.operations.status_model import status_facts
 from penstock.operations.verify import VerifyRequest, verifications
-from penstock.server.guarding import Refused
+from penstock.server.guarding import Bucket, Refused
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.monitor import Monitor, describe
 from penstock.server.openapi import TABLE_QUERY, CommandRequest, RetryRequest, VerifyBody, make_document
@@ -57,6 +57,10 @@ logger = logging.getLogger(__name__)
 KEPT_SECONDS = 1.0
 """How long an answer is kept."""
 KEPT_ANSWERS = 64
+MAKING_MILLISECONDS, MAKING_MILLISECONDS_PER_SECOND = 2000, 250
+"""Processor time that making answers may take at once, and after that: a quarter of a core. Then clients wait."""
+MADE_AT_ONCE = 8
+"""Answers that are made at the same time."""
 STREAMS = 50
 """Pages that may follow the pipeline at the same time."""
 ACTION_SECONDS = 3.0
@@ -99,6 +103,9 @@ class Routes:
         self._kept: dict[Key, tuple[float, Response]] = {}
         self._making: dict[Key, asyncio.Future[Response]] = {}
         """Answers that are being made."""
+        # Each search is another answer: a client that asks for thousands must not take the pipeline's processor time.
+        self._processor = Bucket(MAKING_MILLISECONDS, MAKING_MILLISECONDS_PER_SECOND)
+        self._making_now = 0
         self._streams = 0
 
     def all(self) -> list[Route]:
@@ -169,8 +176,25 @@ class Routes:
         return answer
 
     async def _make(self, key: Key, make: Make, request: Request, kept: dict[Key, tuple[float, Response]]) -> Response:
-        with _errors_for_clients(self._monitor):
-            made = await run_in_threadpool(make, request)
+        spent = 0.0
+
+        def timed() -> Response:
+            nonlocal spent
+            begun = time.thread_time()
+            try:
+                return make(request)
+            finally:
+                spent = time.thread_time() - begun
+
+        while (seconds := self._processor.wait()) or self._making_now >= MADE_AT_ONCE:
+            await asyncio.sleep(max(seconds, 0.02))
+        self._making_now += 1
+        try:
+            with _errors_for_clients(self._monitor):
+                made = await run_in_threadpool(timed)
+        finally:
+            self._making_now -= 1
+            self._processor.take(spent * 1000)
         while len(kept) >= KEPT_ANSWERS:
             kept.pop(next(iter(kept)))
         kept[key] = (time.monotonic(), made)

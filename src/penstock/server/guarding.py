@@ -83,9 +83,9 @@ class Bucket:
         self._at = now
         return 0.0 if self._left >= 1 else (1 - self._left) / self._per_second
 
-    def take(self) -> None:
-        """Count a call."""
-        self._left -= 1
+    def take(self, calls: float = 1.0) -> None:
+        """Count a call, or several."""
+        self._left -= calls
 
 
 class Guard:

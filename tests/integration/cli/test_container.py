@@ -17,7 +17,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,14 +131,14 @@ def _python_of_everyone() -> str:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port() -> int:
     with socket.socket() as wanted:
         wanted.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             wanted.bind(("0.0.0.0", 8321))
         except OSError:
             pytest.skip("port 8321, which the container file names, is taken")
-    yield 8321
+    return 8321
 
 
 def test_the_container_runs_as_its_file_says(image: Image, port: int, database: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from configparser import ConfigParser
 from contextlib import closing
 from pathlib import Path
@@ -124,9 +124,9 @@ class Service:
 
 
 @pytest.fixture
-def service(database: Any, tmp_path: Path) -> Iterator[Service]:
+def service(database: Any, tmp_path: Path) -> Service:
     database.execute("create table things (id int primary key); insert into things select generate_series(1, 10)")
-    yield Service(tmp_path, database)
+    return Service(tmp_path, database)
 
 
 def test_the_service_runs_is_restarted_and_stops(service: Service, database: Any) -> None:
