@@ -86,6 +86,7 @@ def write(destination: Destination, batch: EventBatch) -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("table", [CONTROL, "public__orders", "audit__lines"])
+@pytest.mark.usefixtures("patient")
 def test_a_broken_connection_loses_and_repeats_nothing(begun: Step, server: EmulatedBigQuery, table, after):
     """Whether BigQuery had the chunk when the connection broke is unknown."""
     harness, source, destination = begun
