@@ -15,7 +15,9 @@ import pytest
 from penstock.changes.batch import EventBatch
 from penstock.changes.events import Unchanged
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE
-from penstock.destinations.base import Destination
+from penstock.destinations.base import Destination, DroppingDestination
+from penstock.destinations.bigquery import BigQueryDestination
+from penstock.destinations.bigquery import destination as bigquery_destination
 from penstock.errors import DestinationUnavailable, PenstockError
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
@@ -191,6 +193,64 @@ def test_changes_that_a_new_server_never_had_demand_a_copy(begun: Step, server: 
     successor = harness.open()
     successor.startup(make_context(ancestry=promoted))
     assert successor.position(ORDERS.table_id) is None
+
+
+def test_a_stream_that_expired_is_counted_by_a_query(begun: Step, server: EmulatedBigQuery) -> None:
+    """And the position of its last rows was never recorded."""
+    harness, source, destination = begun
+    write(destination, change(source, 0))
+    batch = change(source, 1)
+    server.cut(CONTROL, after=False, times=MANY, skip=1)
+    with pytest.raises(DestinationUnavailable):
+        destination.write_events(batch)
+    server.heal()
+    server.expire_streams()
+    destination = restart(harness, destination)
+    write(destination, batch)
+    expect(harness, 2)
+
+
+def test_a_late_truncate_does_not_hide_the_rows_of_the_successor(begun: Step) -> None:
+    harness, source, late = begun
+    write(late, change(source, 0))
+    with source.transaction() as transaction:
+        transaction.truncate(ORDERS, LINES)
+    truncate = source.batch()
+    successor = harness.open()
+    successor.startup(make_context())
+    write(successor, truncate)
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, order(1))
+        transaction.insert(LINES, LINE)
+    write(successor, source.batch())
+    with suppress(PenstockError):
+        late.write_events(truncate).result(30)
+    assert harness.rows(ORDERS) == [order(1)]
+    assert harness.rows(LINES) == [LINE]
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, order(2))
+    write(successor, source.batch())
+    assert sorted(harness.rows(ORDERS) or [], key=repr) == [order(1), order(2)]
+
+
+def test_a_dropped_table_leaves_nothing_behind(begun: Step, server: EmulatedBigQuery) -> None:
+    harness, _, destination = begun
+    assert isinstance(destination, DroppingDestination)
+    assert destination.drop_table(ORDERS.table_id)
+    assert not destination.drop_table(ORDERS.table_id)
+    assert harness.rows(ORDERS) is None
+    tables = server.rows(f"select table_name from `{server.project}.{harness.dataset}`.INFORMATION_SCHEMA.TABLES")
+    assert [row for row in tables if row["table_name"].startswith("public__orders")] == []
+    successor = restart(harness, destination)
+    assert successor.position(ORDERS.table_id) is None
+    assert successor.position(LINES.table_id) is not None
+
+
+def test_an_emulator_that_is_away_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bigquery_destination, "_START_SECONDS", 0.1)
+    away = BigQueryDestination("p", "d", endpoint="http://127.0.0.1:9", storage_endpoint="127.0.0.1:9")
+    with pytest.raises(DestinationUnavailable):
+        away.probe()
 
 
 class Source:
