@@ -446,7 +446,7 @@ class BigQueryDestination:
             if not each.table_id.startswith(target + _GENERATION) or each.table_id == keep:
                 continue
             found = self._find(each.table_id)
-            if found is not None and (kept is None or found.created <= kept.created):
+            if found is not None and (kept is None or _created(found) <= _created(kept)):
                 client.delete_table(each.reference, not_found_ok=True)
 
     def _remove(self, record: Record) -> None:
@@ -497,6 +497,11 @@ class BigQueryDestination:
         if self._control is None:
             raise RuntimeError("startup was not called")
         return self._control
+
+
+def _created(table: bigquery.Table) -> float:
+    """Return when a table was created, in seconds."""
+    return 0.0 if table.created is None else table.created.timestamp()
 
 
 def _plain(types: pa.Schema) -> pa.Schema:
