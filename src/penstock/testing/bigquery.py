@@ -21,6 +21,7 @@ import http.client
 import io
 import json
 import os
+import secrets
 import shutil
 import sys
 import threading
@@ -177,6 +178,11 @@ class EmulatedBigQuery(OwnServer):
         with self._lock:
             self._cuts.clear()
 
+    def expire_streams(self) -> None:
+        """Forget all streams, as BigQuery does with those that were not used for long."""
+        with self._lock:
+            self._streams.clear()
+
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while self.running and time.monotonic() < deadline:
@@ -214,7 +220,7 @@ class EmulatedBigQuery(OwnServer):
 
     def _create_stream(self, request: Any, _: grpc.ServicerContext) -> Any:
         with self._lock:
-            name = f"{request.parent}/streams/s{len(self._streams)}"
+            name = f"{request.parent}/streams/s{secrets.token_hex(4)}"
             self._streams[name] = _Stream(request.parent)
         return types.WriteStream(name=name, type_=types.WriteStream.Type.COMMITTED)
 

@@ -27,7 +27,7 @@ from google.cloud.bigquery_storage_v1.services.big_query_write.transports import
 from google.oauth2 import service_account
 
 from penstock.destinations.refusals import out_of_reach, rejected, unusable
-from penstock.errors import PenstockError
+from penstock.errors import RESYNC, PenstockError
 
 BUSY = frozenset({"quotaExceeded", "rateLimitExceeded", "backendError", "internalError", "jobRateLimitExceeded"})
 """Reasons of refusals that time heals, whatever their status is."""
@@ -135,7 +135,9 @@ def failure(table: str, error: Exception) -> Exception:
             "BigQuery Data Editor on the dataset and BigQuery Job User on the project.",
         )
     if isinstance(error, exceptions.NotFound):
-        return rejected(table, "BigQuery has no such table", hint="If it was deleted there, copy the table again.")
+        return rejected(
+            table, "BigQuery has no such table", hint=f"If it was deleted there, copy the table again: {RESYNC}."
+        )
     if isinstance(error, exceptions.GoogleAPICallError):
         return rejected(table, f"BigQuery refused a request ({reason or type(error).__name__})")
     return error

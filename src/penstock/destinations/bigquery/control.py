@@ -44,6 +44,7 @@ _COLUMNS = pa.schema(
         pa.field("stream", pa.string()),
         pa.field("stream_rows", pa.int64()),
         pa.field("ahead", pa.int64()),
+        pa.field("total", pa.int64()),
         pa.field("layout", pa.string()),
         pa.field("format", pa.int64()),
         pa.field("epoch", pa.int64()),
@@ -78,6 +79,8 @@ class Record:
     """How many rows the stream had at the position."""
     ahead: int = 0
     """How many rows after the position are in streams before this one."""
+    total: int = 0
+    """How many rows the generation had at the position; not for mirrors."""
     layout: Layout | None = None
 
 
@@ -173,6 +176,7 @@ def _row(record: Record) -> dict[str, Any]:
         "stream": record.stream,
         "stream_rows": record.stream_rows,
         "ahead": record.ahead,
+        "total": record.total,
         "layout": None if layout is None else _layout_text(layout),
     }
 
@@ -191,6 +195,7 @@ def _record(row: Any) -> Record:
         row["stream"],
         row["stream_rows"],
         row["ahead"],
+        row["total"],
         None if text is None else _layout(json.loads(text)),
     )
 

@@ -52,7 +52,7 @@ from penstock.destinations.refusals import (
     unexpected,
     unusable,
 )
-from penstock.errors import NotComparable, PenstockError
+from penstock.errors import LeaseLost, NotComparable, PenstockError
 from penstock.lsn import Lsn
 from penstock.observe.batches import spanned
 from penstock.schema import TableSchema
@@ -184,15 +184,16 @@ class BigQueryDestination:
                 raise
             if self._records.get(schema.table_id) != record:
                 raise fenced_copy(table, rows.attempt)
+            total = sum(loaded)
             copied = replace(
                 record, lineage=context.lineage, generation=generation, position=rows.position, upto=rows.position,
-                layout=layout,
+                layout=layout, total=total,
             )  # fmt: skip
             self._commit([copied])
             if not self._controlled.is_newest(schema.table_id):
                 raise other_writer(table)
             self._show(copied)
-        logger.info("table copied table=%s rows=%d", schema, sum(loaded))
+        logger.info("table copied table=%s rows=%d", schema, total)
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
         """See `Destination`."""
@@ -284,7 +285,7 @@ class BigQueryDestination:
             steps = steps[places[-1] + 1 :]
             generation = self._create_generation(record.target, layout)
             stream = create_stream(self._connection, generation) if layout.kind is Kind.BAG else None
-            record = replace(record, generation=generation, stream=stream, stream_rows=0, ahead=0)
+            record = replace(record, generation=generation, stream=stream, stream_rows=0, ahead=0, total=0)
         elif is_reshaped:
             self._add_columns(record)
         assert record.generation is not None
@@ -319,10 +320,7 @@ class BigQueryDestination:
         if is_open:
             return record
         if record.layout.kind is not Kind.MIRROR:
-            ahead = record.ahead
-            if record.stream is not None:
-                # Nobody else can append to it from now on, so its length says what is there.
-                ahead += finalize_stream(self._connection, record.stream) - record.stream_rows
+            ahead = self._count_ahead(record)
             stream = create_stream(self._connection, record.generation)
             record = replace(record, stream=stream, stream_rows=0, ahead=ahead)
             self._commit([record])
@@ -330,6 +328,18 @@ class BigQueryDestination:
         with self._lock:
             self._opened.add(changes.table_id)
         return record
+
+    def _count_ahead(self, record: Record) -> int:
+        """Return how many rows after the position are there; from now on, nobody else can append more."""
+        if record.stream is None:
+            return 0
+        try:
+            return record.ahead + finalize_stream(self._connection, record.stream) - record.stream_rows
+        except exceptions.NotFound:
+            # A stream that was not used for long expires, and nobody can append to it either.
+            assert record.generation is not None
+            rows = self._connection.run(f"select count(*) as n from {self._connection.quoted(record.generation)}")
+            return int(next(iter(rows))["n"]) - record.total
 
     def _finish(
         self, batch: EventBatch, plans: dict[int, _Plan], results: dict[int, Written | PenstockError]
@@ -346,7 +356,8 @@ class BigQueryDestination:
                 continue
             record = replace(plan.record, position=batch.end, upto=batch.end)
             rows, ahead = record.stream_rows + result.appended, record.ahead - result.left_out
-            done.append(replace(record, stream_rows=rows, ahead=ahead))
+            total = record.total + result.appended + result.left_out
+            done.append(replace(record, stream_rows=rows, ahead=ahead, total=total))
         try:
             self._commit(done)
         except Exception:
@@ -357,6 +368,8 @@ class BigQueryDestination:
             if plans[record.table_id].is_reshaped:
                 try:
                     self._show(record)
+                except LeaseLost as error:
+                    errors[record.table_id] = error
                 except Exception as error:
                     # The rows are there and recorded; the view follows when the table is opened again.
                     with self._lock:
@@ -383,7 +396,7 @@ class BigQueryDestination:
         """Raise unless the view belongs to this table or to nobody."""
         owner = self._controlled.owner(target)
         if owner is None:
-            if self._exists(target):
+            if self._find(target) is not None:
                 raise rejected(
                     str(schema),
                     f"{target} exists in the dataset, and Penstock did not create it",
@@ -405,28 +418,35 @@ class BigQueryDestination:
                 self._controlled.forget(former)
 
     def _show(self, record: Record) -> None:
-        """Let the view show the generation of a record; drop the other generations of a mirror."""
+        """Let the view show the generation of a record; drop the earlier generations of a mirror.
+
+        Raise if another process writes the table now: its generation must not disappear.
+        """
         assert record.layout is not None
         assert record.generation is not None
         client, reference = self._connection.client, self._connection.reference(record.target)
         query = record.layout.view(self._connection.quoted(record.generation))
-        try:
-            view = client.get_table(reference)
-        except exceptions.NotFound:
+        view = self._find(record.target)
+        if not self._controlled.is_newest(record.table_id):
+            raise other_writer(record.source)
+        if view is None:
             view = bigquery.Table(reference)
             view.view_query = query
             client.create_table(view)
-        else:
-            if view.view_query != query:
-                view.view_query = query
-                client.update_table(view, ["view_query"])
+        elif view.view_query != query:
+            view.view_query = query
+            client.update_table(view, ["view_query"])  # refused if the view has changed since it was found
         if not self._is_history:
             self._drop_generations(record.target, keep=record.generation)
 
     def _drop_generations(self, target: str, keep: str | None = None) -> None:
-        client = self._connection.client
+        """Delete generations; with `keep`, only those that were created before that one."""
+        client, kept = self._connection.client, None if keep is None else self._find(keep)
         for each in client.list_tables(f"{self._connection.project}.{self._connection.dataset}"):
-            if each.table_id.startswith(target + _GENERATION) and each.table_id != keep:
+            if not each.table_id.startswith(target + _GENERATION) or each.table_id == keep:
+                continue
+            found = self._find(each.table_id)
+            if found is not None and (kept is None or _created(found) <= _created(kept)):
                 client.delete_table(each.reference, not_found_ok=True)
 
     def _remove(self, record: Record) -> None:
@@ -460,12 +480,11 @@ class BigQueryDestination:
                 dataset.location = connection.location
             connection.client.create_dataset(dataset, exists_ok=True)
 
-    def _exists(self, table: str) -> bool:
+    def _find(self, table: str) -> bigquery.Table | None:
         try:
-            self._connection.client.get_table(self._connection.reference(table))
+            return self._connection.client.get_table(self._connection.reference(table))
         except exceptions.NotFound:
-            return False
-        return True
+            return None
 
     @property
     def _started(self) -> DestinationContext:
@@ -478,6 +497,11 @@ class BigQueryDestination:
         if self._control is None:
             raise RuntimeError("startup was not called")
         return self._control
+
+
+def _created(table: bigquery.Table) -> float:
+    """Return when a table was created, in seconds."""
+    return 0.0 if table.created is None else table.created.timestamp()
 
 
 def _plain(types: pa.Schema) -> pa.Schema:

@@ -53,7 +53,7 @@ from penstock.destinations.bigquery.control import CHANGE_SEQUENCE, CHANGE_TYPE,
 from penstock.destinations.bigquery.layout import HAS_OLD, ROW, WEIGHT, Kind, Layout, fields_of, old_name, split_rows
 from penstock.destinations.refusals import rejected, unexpected, unreadable
 from penstock.destinations.row_groups import group_batches
-from penstock.errors import PenstockError, ValuesNotSent
+from penstock.errors import RESYNC, PenstockError, ValuesNotSent
 from penstock.lsn import Lsn
 from penstock.observe.reports import may_end_here
 
@@ -252,7 +252,7 @@ def _require_keys(layout: Layout, rows: pa.Table) -> None:
         raise rejected(
             str(layout.schema),
             "a key has a value that its type cannot hold",
-            hint='Set out_of_range = "text" for the columns of its key, then copy the table again.',
+            hint=f'Set out_of_range = "text" for the columns of its key, then copy the table again: {RESYNC}.',
         )
 
 

@@ -33,6 +33,12 @@ def dataset() -> str:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a break of the connection end an append soon."""
-    monkeypatch.setattr(append, "RETRY_SECONDS", 0.2)
-    monkeypatch.setattr(append, "SETTLE_SECONDS", 0.2)
+    """Let the first break of a connection end an append."""
+    monkeypatch.setattr(append, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(append, "SETTLE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def patient(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an append be repeated."""
+    monkeypatch.setattr(append, "RETRY_SECONDS", 600.0)

@@ -15,7 +15,9 @@ import pytest
 from penstock.changes.batch import EventBatch
 from penstock.changes.events import Unchanged
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE
-from penstock.destinations.base import Destination
+from penstock.destinations.base import Destination, DroppingDestination
+from penstock.destinations.bigquery import BigQueryDestination, append, tasks
+from penstock.destinations.bigquery import destination as bigquery_destination
 from penstock.errors import DestinationUnavailable, PenstockError
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema
@@ -86,6 +88,7 @@ def write(destination: Destination, batch: EventBatch) -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("table", [CONTROL, "public__orders", "audit__lines"])
+@pytest.mark.usefixtures("patient")
 def test_a_broken_connection_loses_and_repeats_nothing(begun: Step, server: EmulatedBigQuery, table, after):
     """Whether BigQuery had the chunk when the connection broke is unknown."""
     harness, source, destination = begun
@@ -181,15 +184,103 @@ def test_tasks_may_run_twice(harness: BigQueryHarness, tmp_path: Path) -> None:
 def test_changes_that_a_new_server_never_had_demand_a_copy(begun: Step, server: EmulatedBigQuery) -> None:
     """A process dies with rows but no position; then the standby that takes over lacks their transaction."""
     harness, source, destination = begun
+    write(destination, change(source, 0))
     begin = source.position
     server.cut(CONTROL, after=False, times=MANY, skip=1)
     with pytest.raises(DestinationUnavailable):
-        destination.write_events(change(source, 0))
+        destination.write_events(change(source, 1))
     server.heal()
     promoted = Ancestry(replace(ANCESTRY.current, timeline=2), (TimelineSwitch(1, Lsn(begin)),))
     successor = harness.open()
     successor.startup(make_context(ancestry=promoted))
     assert successor.position(ORDERS.table_id) is None
+    assert successor.position(LINES.table_id) is None
+
+
+def test_a_stream_that_expired_is_counted_by_a_query(begun: Step, server: EmulatedBigQuery) -> None:
+    """And the position of its last rows was never recorded."""
+    harness, source, destination = begun
+    write(destination, change(source, 0))
+    batch = change(source, 1)
+    server.cut(CONTROL, after=False, times=MANY, skip=1)
+    with pytest.raises(DestinationUnavailable):
+        destination.write_events(batch)
+    server.heal()
+    server.expire_streams()
+    destination = restart(harness, destination)
+    write(destination, batch)
+    expect(harness, 2)
+
+
+def test_a_late_truncate_does_not_hide_the_rows_of_the_successor(begun: Step) -> None:
+    harness, source, late = begun
+    write(late, change(source, 0))
+    with source.transaction() as transaction:
+        transaction.truncate(ORDERS, LINES)
+    truncate = source.batch()
+    successor = harness.open()
+    successor.startup(make_context())
+    write(successor, truncate)
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, order(1))
+        transaction.insert(LINES, LINE)
+    write(successor, source.batch())
+    with suppress(PenstockError):
+        late.write_events(truncate).result(30)
+    assert harness.rows(ORDERS) == [order(1)]
+    assert harness.rows(LINES) == [LINE]
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, order(2))
+    write(successor, source.batch())
+    assert sorted(harness.rows(ORDERS) or [], key=repr) == [order(1), order(2)]
+
+
+def test_a_dropped_table_leaves_nothing_behind(begun: Step, server: EmulatedBigQuery) -> None:
+    harness, _, destination = begun
+    assert isinstance(destination, DroppingDestination)
+    assert destination.drop_table(ORDERS.table_id)
+    assert not destination.drop_table(ORDERS.table_id)
+    assert harness.rows(ORDERS) is None
+    tables = server.rows(f"select table_name from `{server.project}.{harness.dataset}`.INFORMATION_SCHEMA.TABLES")
+    assert [row for row in tables if row["table_name"].startswith("public__orders")] == []
+    successor = restart(harness, destination)
+    assert successor.position(ORDERS.table_id) is None
+    assert successor.position(LINES.table_id) is not None
+
+
+def test_an_emulator_that_is_away_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bigquery_destination, "_START_SECONDS", 0.1)
+    away = BigQueryDestination("p", "d", endpoint="http://127.0.0.1:9", storage_endpoint="127.0.0.1:9")
+    with pytest.raises(DestinationUnavailable):
+        away.probe()
+
+
+def test_a_large_transaction_is_written_in_slices_and_chunks(
+    harness: BigQueryHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later slice finds the rows of an earlier one, and a repeat with other slices changes nothing."""
+    monkeypatch.setattr(tasks, "SLICE_BYTES", 0)
+    monkeypatch.setattr(append, "CHUNK_BYTES", 1)
+    source, destination = ScriptedSource(tmp_path / "segments", segment_rows=1), harness.open()
+    destination.startup(make_context())
+    for schema, rows in ((ORDERS, [order(1, "large"), order(2)]), (LINES, [LINE] * 2)):
+        destination.drop_table_for_copy(schema, "attempt-1")
+        destination.write_table_rows(schema, source.copy(schema, rows))
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, order(5))
+        transaction.update(ORDERS, order(3, Unchanged), old={"id": 1})
+        transaction.update(ORDERS, order(4, Unchanged), old={"id": 3})
+        transaction.delete(ORDERS, {"id": 2})
+        transaction.insert(LINES, LINE)
+        transaction.update(LINES, {"level": 2, "line": "same"}, old=LINE)
+        transaction.delete(LINES, LINE)
+    batch = source.batch()
+    write(destination, batch)
+    monkeypatch.undo()
+    for again in (destination, restart(harness, destination)):
+        write(again, batch)
+        assert sorted(harness.rows(ORDERS) or [], key=repr) == [order(4, "large"), order(5)]
+        assert sorted(harness.rows(LINES) or [], key=repr) == [LINE, {"level": 2, "line": "same"}]
 
 
 class Source:
