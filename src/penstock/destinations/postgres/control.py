@@ -264,12 +264,20 @@ class Control:
 
     def _claim(self, session: Session, schema: TableSchema, target: Target) -> None:
         """Raise `TableOwned` if another pipeline owns a table, `TableRejected` if Penstock did not create it."""
+        names, place = self.table("destination_names"), [target.namespace, target.name]
+        exists = bool(session.rows("select 1 where pg_catalog.to_regclass(%s) is not null", [target.sql]))
+        if not exists:
+            # Somebody dropped it, and so gave it up; unless its first copy is not complete yet.
+            session.run(
+                f"delete from {names} n where namespace = %s and name = %s and pipeline <> %s and not exists ("
+                f"select from {self.tables} t where (t.namespace, t.name) = (n.namespace, n.name) and t.copied is null)",
+                [*place, self.pipeline],
+            )
         is_new = session.run(
-            f"insert into {self.table('destination_names')} (namespace, name, pipeline) values (%s, %s, %s) "
-            "on conflict do nothing",
-            [target.namespace, target.name, self.pipeline],
+            f"insert into {names} (namespace, name, pipeline) values (%s, %s, %s) on conflict do nothing",
+            [*place, self.pipeline],
         )
-        if is_new and session.rows("select 1 where pg_catalog.to_regclass(%s) is not null", [target.sql]):
+        if is_new and exists:
             raise rejected(
                 str(schema),
                 f"{target} exists at the destination, and Penstock did not create it",

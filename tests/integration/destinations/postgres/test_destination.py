@@ -21,6 +21,7 @@ from penstock.errors import (
     LeaseLost,
     SchemaNotFollowed,
     TableBusy,
+    TableOwned,
     TableRejected,
     ValuesNotSent,
 )
@@ -606,6 +607,20 @@ def test_tables_that_penstock_did_not_create_are_refused(database, source):
         destination.drop_table_for_copy(ORDERS, "attempt-1")
     database.execute("drop table mirror.orders")
     copy(destination, source, ORDERS, [order(1)])
+
+
+def test_a_table_that_was_dropped_can_have_another_owner(database, source):
+    copy(started(database), source, ORDERS, [order(1)])
+    other = started(database, make_context("another"))
+    with pytest.raises(TableOwned):
+        other.drop_table_for_copy(ORDERS, "attempt-1")
+    database.execute("drop table mirror.orders")
+    copy(other, source, ORDERS, [order(2)])
+    assert notes(database) == [(2, "a note")]
+    # The first copy of a table takes a while, and nobody else gets its name meanwhile.
+    other.drop_table_for_copy(ITEMS, "attempt-1")
+    with pytest.raises(TableOwned):
+        started(database).drop_table_for_copy(ITEMS, "attempt-1")
 
 
 def test_a_renamed_table_moves_and_another_takes_its_name(database, source):
