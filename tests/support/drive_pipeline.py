@@ -155,6 +155,8 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
         options["checkpoint"] = str(folder / "checkpoint")
         if options.get("format") == "jdbc":
             del options["path"]
+    if settings.destination == "clickhouse":
+        del options["path"]
     if settings.rewrite_bytes is not None:
         planner.REWRITE_BYTES = settings.rewrite_bytes
     if settings.split_rows is not None:
