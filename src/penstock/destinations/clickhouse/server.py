@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import clickhouse_connect
 import pyarrow as pa
@@ -160,6 +160,9 @@ def server_of(url: str, database: str | None, user: str | None, password: str | 
     database = database or named
     if not database:
         raise unusable("the destination names no database", hint="Set database, or append it to url.")
+    if parts.scheme != "chdb":
+        # The database may not exist yet, and the server would refuse every request that names it.
+        url = urlunsplit(parts._replace(path=""))
     return Server(url, database, user, password)
 
 
