@@ -12,7 +12,9 @@ import pytest
 
 from penstock.changes.transform import Transforms
 from penstock.comparison.verification import verify_tables
+from penstock.destinations.clickhouse import ClickHouseDestination
 from penstock.source.connections import PINNED_PARAMETERS
+from penstock.spark.tasks import SparkTasks
 from penstock.state import MemoryStore
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
@@ -23,6 +25,7 @@ from tests.e2e.test_transforms import READY, RULES, House, write
 from tests.e2e.test_types import Compared, differences
 from tests.support import type_matrix
 from tests.support.clickhouse import ClickHouse
+from tests.support.clickhouse_gateway import PASSWORD, USER, open_gateway
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.readback import check_equal
 from tests.support.samples import available_samples
@@ -219,3 +222,29 @@ def test_history_leads_to_the_rows_of_the_source(database, clickhouse, tmp_path)
         keys = "select count(), uniqExact(_commit_lsn, _ordinal) from {database}.public__counters where _ordinal >= 0"
         ((count, distinct),) = clickhouse.query(keys)
         assert count == distinct > 500
+
+
+@pytest.mark.timeout(600)
+def test_tasks_of_spark_write_over_http(database, clickhouse, spark, tmp_path):
+    """Tasks are other processes. A gateway of ours stands for a server; the engine behind it is the real one."""
+    database.execute("create table notes (id int primary key, counter int, body text)")
+    database.execute("alter table notes alter body set storage external")
+    database.execute("insert into notes select i, 0, repeat(md5(i::text), 200) from generate_series(1, 300) i")
+    settings = tables_settings(
+        database, tmp_path, manage_publication=True, batches=BatchSettings(interval=0.1, max_rows=500)
+    )
+    with open_gateway(clickhouse.url) as gateway:
+        url = f"{gateway.url}/{clickhouse.database}"
+        destination = ClickHouseDestination(url, user=USER, password=PASSWORD)
+        with tables_alone(settings, MemoryStore("e2e"), destination, SparkTasks(spark)) as pipeline:
+            wait_ready(pipeline, 1)
+            database.execute("update notes set counter = 1; update notes set id = id + 1000 where id > 250")
+            database.execute("delete from notes where id < 10; alter table notes add note text default 'n'")
+            database.execute("insert into notes values (1, 2, 'x', null)")
+            wait_applied(pipeline, database)
+            assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
+            report = verify_tables(
+                pipeline.definition.settings, pipeline.definition.store, destination, SparkTasks(spark)
+            )
+            assert [table.result for table in report.tables] == ["equal"]
+    check_equal(database.dsn, clickhouse.readback("e2e"), ["notes"])
