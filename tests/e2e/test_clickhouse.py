@@ -12,7 +12,9 @@ import pytest
 
 from penstock.changes.transform import Transforms
 from penstock.comparison.verification import verify_tables
+from penstock.destinations.clickhouse import ClickHouseDestination
 from penstock.source.connections import PINNED_PARAMETERS
+from penstock.spark.tasks import SparkTasks
 from penstock.state import MemoryStore
 from penstock.testing.destinations.script import LocalTasks
 from penstock.workers import BatchSettings
@@ -23,10 +25,13 @@ from tests.e2e.test_transforms import READY, RULES, House, write
 from tests.e2e.test_types import Compared, differences
 from tests.support import type_matrix
 from tests.support.clickhouse import ClickHouse
+from tests.support.clickhouse_gateway import PASSWORD, USER, open_gateway
 from tests.support.planned_tables import Size, plan_tables
 from tests.support.readback import check_equal
 from tests.support.samples import available_samples
+from tests.support.trial import TrialSettings, run_trial
 from tests.support.type_matrix import WIDE, key_tables
+from tests.support.workload import Ddl
 from tests.support.writers import Writers
 
 SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
@@ -59,6 +64,22 @@ def test_random_tables_are_followed(database, clickhouse, tmp_path):
         wait_applied(pipeline, database)
         assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
         check_equal(database.dsn, clickhouse.readback("e2e"), [table.name for table in tables])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.trap(3, 19, 20, 28, 34, 35, 38)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TrialSettings(41, kills=4, destination="clickhouse", ddl=Ddl.ANY),
+        TrialSettings(52, kills=3, destination="clickhouse"),
+    ],
+    ids=["columns change", "columns stay"],
+)
+def test_whoever_is_killed_the_tables_equal_the_source(clickhouse_engine, settings, make_server, tmp_path):
+    """The engine runs in the process of the pipeline, and is killed with it."""
+    report = run_trial(settings, tmp_path, server=make_server())
+    assert report.starts > 1
 
 
 @pytest.mark.timeout(600)
@@ -176,3 +197,54 @@ def test_tables_follow_their_schemas_and_verify_agrees(database, clickhouse, tmp
         assert [table.result for table in report.tables] == ["equal"]
     assert clickhouse.views() == ["public__notes"]
     assert len(clickhouse.data_tables()) == 1
+
+
+def test_history_leads_to_the_rows_of_the_source(database, clickhouse, tmp_path):
+    """Of each row, the newest change; and no change appears twice."""
+    database.execute("create table counters (id int primary key, n int, note text)")
+    database.execute("insert into counters select i, 0, 'copied' from generate_series(1, 100) i")
+    with pipeline_into(database, tmp_path, clickhouse, max_rows=50, mode="history") as pipeline:
+        wait_ready(pipeline, 1)
+        chance = Random(7)
+        for turn in range(60):
+            low = chance.randrange(150)
+            database.execute(
+                f"update counters set n = n + 1, note = 'turn {turn}' where id between {low} and {low + 20}; "
+                f"delete from counters where id = {chance.randrange(150)}; "
+                f"insert into counters values ({chance.randrange(150)}, {turn}, null) on conflict do nothing"
+            )
+        wait_applied(pipeline, database)
+        view = "{database}.public__counters"
+        order = "(_commit_lsn, _ordinal)"
+        last = f"select id, argMax(tuple(n), {order}).1, argMax(tuple(note), {order}).1 from {view} group by id"
+        found = clickhouse.query(f"{last} having argMax(_op, {order}) != 'delete'")
+        assert sorted(found) == sorted(database.execute("select id, n, note from counters"))
+        keys = "select count(), uniqExact(_commit_lsn, _ordinal) from {database}.public__counters where _ordinal >= 0"
+        ((count, distinct),) = clickhouse.query(keys)
+        assert count == distinct > 500
+
+
+@pytest.mark.timeout(600)
+def test_tasks_of_spark_write_over_http(database, clickhouse, spark, tmp_path):
+    """Tasks are other processes. A gateway of ours stands for a server; the engine behind it is the real one."""
+    database.execute("create table notes (id int primary key, counter int, body text)")
+    database.execute("alter table notes alter body set storage external")
+    database.execute("insert into notes select i, 0, repeat(md5(i::text), 200) from generate_series(1, 300) i")
+    settings = tables_settings(
+        database, tmp_path, manage_publication=True, batches=BatchSettings(interval=0.1, max_rows=500)
+    )
+    with open_gateway(clickhouse.url) as gateway:
+        url = f"{gateway.url}/{clickhouse.database}"
+        destination = ClickHouseDestination(url, user=USER, password=PASSWORD)
+        with tables_alone(settings, MemoryStore("e2e"), destination, SparkTasks(spark)) as pipeline:
+            wait_ready(pipeline, 1)
+            database.execute("update notes set counter = 1; update notes set id = id + 1000 where id > 250")
+            database.execute("delete from notes where id < 10; alter table notes add note text default 'n'")
+            database.execute("insert into notes values (1, 2, 'x', null)")
+            wait_applied(pipeline, database)
+            assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
+            report = verify_tables(
+                pipeline.definition.settings, pipeline.definition.store, destination, SparkTasks(spark)
+            )
+            assert [table.result for table in report.tables] == ["equal"]
+    check_equal(database.dsn, clickhouse.readback("e2e"), ["notes"])

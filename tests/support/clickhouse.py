@@ -1,8 +1,17 @@
-"""The engine of ClickHouse in the process of a test: its databases, and what readers of their views see."""
+"""The engine of ClickHouse in the process of a test: its databases, and what readers of their views see.
+
+A process has one engine, which locks its folder. What another process wrote is read by one of its own:
+`python -m tests.support.clickhouse URL DATABASE PIPELINE FOLDER` writes all tables to files.
+"""
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -125,3 +134,35 @@ class ClickHouseReadBack:
         layout = self._known[table].layout
         assert layout is not None
         return layout
+
+
+class ExportedReadBack:
+    """The views of a pipeline that has ended, from a folder that this process cannot open (`ReadBack`)."""
+
+    def __init__(self, url: str, database: str, pipeline: str) -> None:
+        with TemporaryDirectory() as folder:
+            subprocess.run([sys.executable, "-m", __name__, url, database, pipeline, folder], check=True)
+            self._tables: dict[str, tuple[TableSchema, pa.Table]] = pickle.loads((Path(folder) / "tables").read_bytes())
+
+    def tables(self) -> list[str]:
+        """See `ReadBack`."""
+        return sorted(self._tables)
+
+    def schema(self, table: str) -> TableSchema:
+        """See `ReadBack`."""
+        return self._tables[table][0]
+
+    def read_table(self, table: str) -> pa.Table:
+        """See `ReadBack`."""
+        return self._tables[table][1]
+
+
+def main(url: str, database: str, pipeline: str, folder: str) -> None:
+    """Write all tables of a pipeline to a file."""
+    found = ClickHouseReadBack(url, database, pipeline)
+    tables = {table: (found.schema(table), found.read_table(table)) for table in found.tables()}
+    (Path(folder) / "tables").write_bytes(pickle.dumps(tables))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -42,6 +42,7 @@ from penstock.state import open_store
 from penstock.state.commands import CommandKind
 from penstock.testing.postgres import PostgresServer
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
+from tests.support.clickhouse import ExportedReadBack
 from tests.support.delta_jars import delta_spark_options, jdbc_url
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.faults import FAULTS, IN_STATE_FILE, IN_STATE_SERVER, SERVER_SETTINGS, open_scene
@@ -408,6 +409,8 @@ class _Trial:
                 # Types of one's own keep their names where the other database has them; otherwise they become text.
                 with psycopg.connect(options["url"], autocommit=True) as connection:
                     available_samples(connection)
+        if self._settings.destination == "clickhouse":
+            options |= {"url": f"chdb://{own}/engine", "database": "trial", "fsync": False}
         return DriveSettings(
             dsn=self._dsn,
             folder=str(own),
@@ -571,6 +574,8 @@ def _read_back(driven: DriveSettings, target: str) -> ReadBack:
     if driven.destination == "spark":
         is_delta = driven.options["format"] == "delta"
         return SparkDeltaReadBack(driven.dsn, driven.lake) if is_delta else JdbcReadBack(driven.dsn, target)
+    if driven.destination == "clickhouse":
+        return ExportedReadBack(driven.options["url"], driven.options["database"], driven.id)
     if driven.destination == "parquet":
         return ParquetReader(driven.lake)
     return (HistoryReadBack if driven.options.get("mode") == "history" else LakeReadBack)(driven.lake)
@@ -615,7 +620,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--master", default=None, help="Spark's master; by default tasks run in the pipelines' processes"
     )
-    parser.add_argument("--destination", choices=["parquet", "delta", "postgres", "spark"], default="parquet")
+    parser.add_argument(
+        "--destination", choices=["parquet", "delta", "postgres", "clickhouse", "spark"], default="parquet"
+    )
     parser.add_argument("--options", type=json.loads, default={}, help="options of the destination, as JSON")
     parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)
     parser.add_argument(

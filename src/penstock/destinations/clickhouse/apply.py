@@ -7,6 +7,7 @@ takes the value only from a row of before these changes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,11 @@ from numpy.typing import NDArray
 from penstock.changes.batch import Rows, SchemaChange, TableStep
 from penstock.changes.columns import ChangeColumns, read_changes
 from penstock.changes.compaction import NetChanges, compact, keys_of, touched_keys
-from penstock.changes.segment import COMMIT_LSN, ORDINAL, Operation, Texts
+from penstock.changes.segment import COMMIT_LSN, ORDINAL, Operation, Texts, segment_layout
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import read_segment
-from penstock.destinations.clickhouse.encoding import encode, versions
+from penstock.destinations.clickhouse.encoding import encode, one_array, versions
 from penstock.destinations.clickhouse.fill import RowsBefore, fill, names_of, not_sent
 from penstock.destinations.clickhouse.layout import DELETED, NUMBER, SIGN, VERSION, Layout, Shape, follow, version_of
 from penstock.destinations.clickhouse.log import log_rows, log_truncate
@@ -119,8 +120,8 @@ def _apply(work: Work, table: TableWork) -> Applied:
                 gone = f"{VERSION} <= toUInt128('{floor}')"
                 server.run(f"alter table {server.name(table.generation)} delete where {gone}", table.table)
             case Rows():
-                for part, rows in enumerate(_united(_rows(work, table, layout, floor, step))):
-                    server.insert(table.generation, rows, f"{token}/{part}", table.table)
+                for rows in _united(_rows(work, table, layout, floor, step)):
+                    server.insert(table.generation, rows, f"{token}/{_digest(rows)}", table.table)
     return Applied(layout, floor)
 
 
@@ -139,15 +140,27 @@ def _rows(work: Work, table: TableWork, layout: Layout, floor: int, step: Rows) 
 def _united(parts: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """Unite parts as far as they are small: an insert is seen at once, such as a row that changes its key."""
     for group in group_batches((part for part in parts if part.num_rows), SLICE_BYTES):
-        # A tombstone has a key and nothing else.
-        yield group[0] if len(group) == 1 else pa.concat_tables(group, promote_options="permissive")
+        # A tombstone has a key and nothing else. It comes first: 0 and -0 are one key to ClickHouse, and of rows with
+        # the same key and version, the last one stays.
+        yield group[0] if len(group) == 1 else pa.concat_tables(reversed(group), promote_options="permissive")
+
+
+def _digest(rows: pa.Table) -> str:
+    """Return what tells these rows from others of the same step: a repeated step may lack some that were written."""
+    found = hashlib.sha256()
+    for name in (VERSION, DELETED, SIGN, COMMIT_LSN, ORDINAL):
+        if name in rows.column_names:
+            cells = one_array(rows.column(name))
+            width = cells.type.bit_width // 8
+            found.update(memoryview(cells.buffers()[1])[cells.offset * width : (cells.offset + len(cells)) * width])
+    return found.hexdigest()[:32]
 
 
 def _arrow_after(steps: Sequence[TableStep], change: SchemaChange) -> pa.Schema:
     """Return the types of the rows that follow a schema change."""
     after = steps[steps.index(change) + 1 :]
-    segments = next(step.segments for step in after if isinstance(step, Rows))
-    return segments[0].arrow_schema()
+    segments = next((step.segments for step in after if isinstance(step, Rows)), None)
+    return segment_layout(change.new).arrow_schema if segments is None else segments[0].arrow_schema()
 
 
 @dataclass(frozen=True, slots=True)

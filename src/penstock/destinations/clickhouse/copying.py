@@ -41,9 +41,10 @@ def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> int
     """Write one range of a copy; return how many rows it has."""
     count = 0
     try:
-        for number, batches in enumerate(group_batches(reader.read(part), _CHUNK_BYTES)):
+        for batches in group_batches(reader.read(part), _CHUNK_BYTES):
             rows = pa.Table.from_batches(batches, schema=target.arrow_schema)
-            token = f"{target.attempt}/{part.index}/{number}"
+            # A range that is read again has the same rows, but perhaps in other chunks.
+            token = f"{target.attempt}/{part.index}/{count}/{rows.num_rows}"
             target.server.insert(
                 target.generation,
                 _copied(rows, target, part.index * _RANGE_ROWS + count + 1),
@@ -74,10 +75,7 @@ def _copied(rows: pa.Table, target: CopyTarget, first: int) -> pa.Table:
 def finish_copy(control: Control, known: Known, target: CopyTarget, lineage: str, epoch: int) -> None:
     """Show readers a complete copy, and record it."""
     server, table = control.server, str(target.schema)
-    generation = target.generation
-    if target.layout.shape is Shape.LOG and known.generation and known.layout is not None:
-        generation = known.generation
-        _append(server, known.layout, generation, target)
+    generation = known.generation if appends(known, target) else target.generation
     server.run(target.layout.view(server.name(known.next_view), server.name(generation), 0), table)
     control.save(
         [
@@ -102,10 +100,16 @@ def finish_copy(control: Control, known: Known, target: CopyTarget, lineage: str
     control.drop_generations(target.schema.table_id, but=generation)
 
 
-def _append(server: Server, before: Layout, generation: str, target: CopyTarget) -> None:
-    """Append a copy to a log of changes, which keeps what it has."""
-    table = str(target.schema)
-    for clause in target.layout.added(before, {}):
+def appends(known: Known, target: CopyTarget) -> bool:
+    """Return True if a copy is appended to a log of changes, which keeps what it has."""
+    return target.layout.shape is Shape.LOG and bool(known.generation)
+
+
+def append_copy(server: Server, known: Known, target: CopyTarget) -> None:
+    """Append a copy to a log; doing it again changes nothing."""
+    assert known.layout is not None
+    table, generation = str(target.schema), known.generation
+    for clause in target.layout.added(known.layout, {}):
         server.run(f"alter table {server.name(generation)} {clause}", table)
     server.insert(generation, log_marker(target.position, target.attempt, target.layout), target.attempt, table)
     names = ", ".join(quote(name) for name in target.layout.stored_names())

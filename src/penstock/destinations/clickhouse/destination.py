@@ -7,19 +7,29 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
+from penstock.changes.segment import COMMIT_LSN, ORDINAL
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.clickhouse.apply import SLICE_ROWS, Applied, TableWork, Work, apply_work
 from penstock.destinations.clickhouse.control import Control, Known
-from penstock.destinations.clickhouse.copying import CopyTarget, finish_copy, require_begun, write_range
-from penstock.destinations.clickhouse.layout import Mode, extend, new_layout
+from penstock.destinations.clickhouse.copying import (
+    CopyTarget,
+    append_copy,
+    appends,
+    finish_copy,
+    require_begun,
+    write_range,
+)
+from penstock.destinations.clickhouse.layout import VERSION, Mode, extend, new_layout
 from penstock.destinations.clickhouse.reader import PinnedTable, pin_table
 from penstock.destinations.clickhouse.server import literal, server_of
 from penstock.destinations.naming import FOLDERS, IDENTIFIERS
 from penstock.destinations.refusals import (
     fenced_copy,
     foreign_table,
+    other_lineage,
     other_writer,
     rejected,
     unexpected,
@@ -74,6 +84,8 @@ class ClickHouseDestination:
         self._fsync = fsync
         self._server = server_of(url, database, user, password)
         self._context: DestinationContext | None = None
+        self._lock = Lock()
+        """Held from reading a record to replacing it."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -108,20 +120,21 @@ class ClickHouseDestination:
         context = self._started
         control = self._control(context.pipeline_id)
         place = context.take_folder(schema)
-        known = control.load()
-        view = _view(schema, place, known.values())
-        self._claim(control, schema, view)
-        before = known.get(schema.table_id)
-        if before is not None and before.epoch > context.epoch:
-            raise other_writer(str(schema))
-        if before is not None and before.attempt == attempt:
-            return
-        # A table that gave its place to this one is copied to another.
-        left = [each for each in known.values() if each.table_id != schema.table_id and each.next_view == view]
-        now = before or Known(control.pipeline, schema.table_id, str(schema), attempt, place, view, context.epoch)
-        now = replace(now, attempt=attempt, next_place=place, next_view=view, source=str(schema), epoch=context.epoch)
-        gone = {"next_place": "", "next_view": "", "place": "", "view": "", "copied": ""}
-        control.save([now, *(replace(each, **gone, position=None) for each in left)])
+        with self._lock:
+            known = control.load()
+            view = _view(schema, place, known.values())
+            self._claim(control, schema, view)
+            before = known.get(schema.table_id)
+            if before is not None and before.epoch > context.epoch:
+                raise other_writer(str(schema))
+            if before is not None and before.attempt == attempt:
+                return
+            left = [_without(each, view) for each in known.values() if each.table_id != schema.table_id]
+            now = before or Known(control.pipeline, schema.table_id, str(schema), attempt, place, view, context.epoch)
+            now = replace(
+                now, attempt=attempt, next_place=place, next_view=view, source=str(schema), epoch=context.epoch
+            )
+            control.save([now, *(each for each in left if each != known[each.table_id])])
         control.drop_generations(schema.table_id, but=now.generation)
         if before is not None and before.view and before.layout is not None:
             # In case an attempt that is fenced off has changed the view just now.
@@ -145,7 +158,11 @@ class ClickHouseDestination:
         target = CopyTarget(self._server, schema, rows.attempt, rows.position, rows.arrow_schema, generation, layout)
         counts = context.tasks.run(rows.ranges, partial(write_range, rows.reader, target), description=f"copy {schema}")
         known = require_begun(control.load([schema.table_id]).get(schema.table_id), schema, rows.attempt)
-        finish_copy(control, known, target, context.lineage, context.epoch)
+        if appends(known, target):
+            append_copy(self._server, known, target)
+        with self._lock:
+            known = require_begun(control.load([schema.table_id]).get(schema.table_id), schema, rows.attempt)
+            finish_copy(control, known, target, context.lineage, context.epoch)
         logger.info("table copied table=%s rows=%d", schema, sum(counts))
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
@@ -174,15 +191,14 @@ class ClickHouseDestination:
         if items:
             with context.tasks.copying() if is_long else nullcontext():
                 outcomes = context.tasks.run(items, apply_work, description=describe_shares(batch, works))
-        records: list[Known] = []
+        applied: dict[int, Applied] = {}
         for item, results in zip(items, outcomes, strict=True):
             for table, result in zip(item.tables, results, strict=True):
                 if isinstance(result, PenstockError):
                     errors[table.table_id] = result
                 else:
-                    records.append(self._moved(known[table.table_id], batch, result))
-        # After the data: what comes again because this is lost changes nothing.
-        control.save(records)
+                    applied[table.table_id] = result
+        errors |= self._record(control, batch, known, applied)
         return completed(WriteResult.failures(errors))
 
     def position(self, table_id: int) -> Lsn | None:
@@ -203,9 +219,10 @@ class ClickHouseDestination:
     def name_table(self, table_id: int, name: str) -> None:
         """See `FolderDestination`."""
         control = self._control(self._started.pipeline_id)
-        known = control.load([table_id]).get(table_id)
-        if known is not None and known.source != name:
-            control.save([replace(known, source=name)])
+        with self._lock:
+            known = control.load([table_id]).get(table_id)
+            if known is not None and known.source != name:
+                control.save([replace(known, source=name)])
 
     def locations(self, pipeline_id: str) -> Mapping[int, str]:
         """See `FolderDestination`."""
@@ -253,6 +270,8 @@ class ClickHouseDestination:
         if known is None:
             self._refuse_foreign(control, changes)
         known, position = require_writable(changes, known, context, self._mode)
+        if known.lineage != context.lineage:
+            self._require_nothing_after(known)
         left = left_of(batch, changes, position, shared_rows=_SHARED_ROWS)
         if left is None:
             return None
@@ -270,18 +289,45 @@ class ClickHouseDestination:
             keeps_dropped=change is not None and context.keeps_dropped_columns(change.new),
         )
 
-    def _moved(self, known: Known, batch: EventBatch, applied: Applied) -> Known:
-        assert known.position is not None
-        end = known.position if reaches(known.position, batch.end) else batch.end
+    def _record(
+        self, control: Control, batch: EventBatch, known: Mapping[int, Known], applied: Mapping[int, Applied]
+    ) -> dict[int, PenstockError]:
+        """Record positions after the data: if this is lost, the changes come again and change nothing."""
         context = self._started
-        return replace(
-            known,
-            position=end,
-            lineage=context.lineage,
-            epoch=context.epoch,
-            layout=applied.layout,
-            floor=applied.floor,
-        )
+        records: list[Known] = []
+        errors: dict[int, PenstockError] = {}
+        with self._lock:
+            now = control.load(list(applied)) if applied else {}
+            for table_id, result in applied.items():
+                before, record = known[table_id], now.get(table_id)
+                if record is None or record.attempt != before.attempt or record.epoch > context.epoch:
+                    errors[table_id] = other_writer(before.source)
+                    continue
+                position = before.position
+                assert position is not None
+                records.append(
+                    replace(
+                        record,
+                        position=position if reaches(position, batch.end) else batch.end,
+                        lineage=context.lineage,
+                        epoch=context.epoch,
+                        layout=result.layout,
+                        floor=result.floor,
+                    )
+                )
+            if records:
+                control.save(records)
+        return errors
+
+    def _require_nothing_after(self, known: Known) -> None:
+        """Raise if a table has changes of a server that has failed over, which the new one may not have."""
+        assert known.position is not None
+        assert known.layout is not None
+        of_log = known.layout.mode is Mode.HISTORY
+        later = f"{COMMIT_LSN} >= {int(known.position)} and {ORDINAL} >= 0" if of_log else f"{VERSION} > "
+        later += "" if of_log else f"toUInt128('{int(known.position) << 64}')"
+        if self._server.rows(f"select 1 from {self._server.name(known.generation)} where {later} limit 1"):
+            raise other_lineage(known.source, known.lineage, self._started.lineage)
 
     def _claim(self, control: Control, schema: TableSchema, view: str) -> None:
         """Raise `TableOwned` if another pipeline owns a view, `TableRejected` if Penstock did not create it."""
@@ -327,3 +373,18 @@ def _view(schema: TableSchema, place: str, known: Iterable[Known]) -> str:
     return next(
         (each.view for each in known if each.place == place and each.view), IDENTIFIERS.name(*place.split("/", 1))
     )
+
+
+def _without(known: Known, view: str) -> Known:
+    """Return the record of a table that gives a view to another one."""
+    if known.next_view == view:
+        if known.attempt != known.copied:
+            # Its copy goes on, and another one follows to the view of its new name.
+            own = (f"{known.next_place}--oid{known.table_id}", f"{view}_{known.table_id}")
+        else:
+            own = ("", "")
+        known = replace(known, next_place=own[0], next_view=own[1])
+    if known.view == view:
+        # Readers see its rows until the other copy is complete.
+        known = replace(known, place="", view="", copied="", position=None)
+    return known

@@ -46,10 +46,10 @@ def encode(rows: pa.Table, texts: Texts, schema: TableSchema, layout: Layout) ->
         if to.is_list:
             null_arrays[to.stored] = cells.is_null().to_numpy(zero_copy_only=False)
         columns[to.stored] = cells
-    key = [each.stored for each in layout.key]
-    for name in key:
-        if columns[name].null_count:
-            columns[name] = _filled(columns[name])
+    for each in layout.key:
+        # ClickHouse takes NULL for an empty array by itself.
+        if columns[each.stored].null_count and not each.is_list:
+            columns[each.stored] = _filled(columns[each.stored])
     if layout.has_texts:
         # In the order of their names: rows of a table without a key are equal if their maps are.
         maps = join_texts({name: kept[name] for name in sorted(kept)}, rows.num_rows)
@@ -58,7 +58,8 @@ def encode(rows: pa.Table, texts: Texts, schema: TableSchema, layout: Layout) ->
         columns[NULL_ARRAYS] = name_lists(null_arrays, rows.num_rows)
     if layout.has_key_text:
         nothing = pa.repeat(pa.scalar("", pa.string()), rows.num_rows)
-        found = [pc.fill_null(kept[name].cast(pa.string()), "") if name in kept else nothing for name in key]
+        stored = [each.stored for each in layout.key]
+        found = [pc.fill_null(kept[name].cast(pa.string()), "") if name in kept else nothing for name in stored]
         columns[KEY_TEXT] = pc.binary_join_element_wise(*found, "\x1f") if len(found) > 1 else found[0]
     return columns
 

@@ -176,6 +176,8 @@ class Layout:
             case Shape.LOG:
                 order = [COMMIT_LSN, ORDINAL, COPY, NUMBER]
         settings = ["non_replicated_deduplication_window = 1000"]
+        if any(each.is_list for each in self.key):
+            settings.append("allow_nullable_key = 1")
         if fsync:
             settings += ["fsync_after_insert = 1", "fsync_part_directory = 1"]
             settings += ["min_compressed_bytes_to_fsync_after_merge = 1"]

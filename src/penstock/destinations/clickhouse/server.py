@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import clickhouse_connect
 import pyarrow as pa
 from clickhouse_connect.driver.client import Client
-from clickhouse_connect.driver.exceptions import ClickHouseError, OperationalError
+from clickhouse_connect.driver.exceptions import ClickHouseError, DataError, NotSupportedError, ProgrammingError
 
-from penstock.destinations.refusals import is_passing, other_writer, out_of_reach, rejected, unusable
+from penstock.destinations.refusals import is_passing, not_copied, out_of_reach, rejected, unusable
 from penstock.errors import DestinationUnavailable, PenstockError
 
 TOO_MANY_PARTS = 252
@@ -33,7 +33,11 @@ PASSING = frozenset(
 mutations, a table that is read-only, a lost keeper, an insert of unknown outcome."""
 REFUSED = frozenset({UNKNOWN_DATABASE, 164, 192, 193, 194, 291, 497, 516})
 """Codes of errors that the configuration causes: user, password, privileges, database."""
+_OF_THE_CLIENT = (ProgrammingError, DataError, NotSupportedError)
+"""Errors that a server has no part in."""
 _GRANTS = "Check user, password and database in [destination]. The user needs select, insert, alter, create and drop."
+_TIMEOUT_SECONDS = 900
+"""For one request; appending a new copy to a log takes longest."""
 _INSERT_SETTINGS: Mapping[str, Any] = {
     "async_insert": 0,
     # One block, so one part: an insert is there as a whole or not at all.
@@ -73,7 +77,10 @@ class Server:
             return client.query(query, settings=dict(settings or {})).result_rows
 
     def insert(self, into: str, rows: pa.Table, token: str, table: str | None = None) -> None:
-        """Insert rows at once; an insert with the same token as one of the last thousand changes nothing."""
+        """Insert rows at once; an insert with the same token as one of the last thousand changes nothing.
+
+        So a token must not be used for other rows, also after a crash.
+        """
         if rows.num_rows:
             with self._client(table) as client:
                 client.insert_arrow(
@@ -98,6 +105,8 @@ class Server:
         key = (os.getpid(), self)
         try:
             client = _of_thread.clients.pop(key, None) or self._connect()
+        except ProgrammingError as error:
+            raise unusable(f"{self.location} cannot be opened (code {error.code})", hint=_GRANTS) from None
         except Exception as error:
             raise self._error(error, table) from None
         try:
@@ -111,7 +120,7 @@ class Server:
         _of_thread.clients[key] = client
 
     def _connect(self) -> Client:
-        options: dict[str, Any] = {"autogenerate_session_id": False}
+        options: dict[str, Any] = {"autogenerate_session_id": False, "send_receive_timeout": _TIMEOUT_SECONDS}
         if self.user is not None:
             options["username"] = self.user
         if self.password is not None:
@@ -130,11 +139,11 @@ class Server:
         if code in PASSING:
             hint = "Insert less often (commit_interval), or let merges catch up." if code == TOO_MANY_PARTS else ""
             return DestinationUnavailable(f"{self.location} cannot be written (code {code}, {name})", hint=hint)
-        if code is None and (isinstance(error, OperationalError) or not isinstance(error, ClickHouseError)):
+        if code is None and not isinstance(error, _OF_THE_CLIENT):
             return out_of_reach(self.location, "no answer")
         if code == UNKNOWN_TABLE and table is not None:
-            # A newer copy, or another process, has dropped what this one writes.
-            return other_writer(table)
+            # A newer copy, another process or a person has dropped what this one writes.
+            return not_copied(table)
         return rejected(
             table or self.location,
             f"{self.location} refused a statement (code {code}, {name})",
@@ -151,6 +160,9 @@ def server_of(url: str, database: str | None, user: str | None, password: str | 
     database = database or named
     if not database:
         raise unusable("the destination names no database", hint="Set database, or append it to url.")
+    if parts.scheme != "chdb":
+        # The database may not exist yet, and the server would refuse every request that names it.
+        url = urlunsplit(parts._replace(path=""))
     return Server(url, database, user, password)
 
 
