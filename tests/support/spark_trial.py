@@ -72,6 +72,8 @@ def run_trial(server: PostgresServer, folder: Path, *, seed: int, kills: int) ->
             if time.monotonic() > begun + HANG_SECONDS:
                 raise AssertionError(_compare(rows, found, seed))
             pause(begun, longest=0.5)
+    # Slots belong to the whole server: the next trial has one of the same name.
+    server.drop_database(database)
     return killed
 
 

@@ -292,7 +292,10 @@ class Feed:
         settings = self.settings
         with connect(settings.source, Role.CATALOG, parameters=CATALOG_LIMITS) as connection:
             if inspect_publication(connection, settings.publication) is None:
-                if not is_new or inspect_slot(connection, settings.slot) is not None:
+                slot = inspect_slot(connection, settings.slot)
+                if slot is not None:
+                    require_usable(slot, settings.slot, database=connection.info.dbname)
+                if not is_new or slot is not None:
                     raise PublicationMissing(
                         f"publication {settings.publication!r} does not exist, but slot {settings.slot!r} was in use",
                         publication=settings.publication,

@@ -252,6 +252,20 @@ def test_what_would_lose_changes_is_refused(session: Any, database: Any, tmp_pat
     assert slots == [], "and none is created over the gap"
 
 
+def test_a_slot_of_another_database_is_named_as_such(session: Any, database: Any, tmp_path: Path) -> None:
+    """Names of slots belong to the whole server, so two queries of the same name meet."""
+    database.execute("create table t (id int primary key)")
+    other = database.server.create_database()
+    database.server.execute("select pg_create_logical_replication_slot('stream', 'pgoutput')", database=other)
+    try:
+        message = Collected(session, tmp_path, database.dsn, table="t").wait_error()
+    finally:
+        database.server.drop_database(other)
+    assert f"slot 'stream' belongs to database '{other}'" in message
+    assert "Choose another slot name" in message
+    assert not database.execute("select from pg_publication")
+
+
 def test_mistakes_are_named(session: Any, database: Any, tmp_path: Path) -> None:
     database.execute("create table t (id int primary key); create table keyless (n int)")
 
