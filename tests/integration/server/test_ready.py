@@ -73,6 +73,11 @@ def test_a_destination_that_hangs_makes_the_pipeline_unready_until_it_answers(ha
         assert 7 <= float(stalled[1]) <= 10
         metrics = hanging.ask("/metrics").body.decode()
         assert "\npenstock_ready 0.0\n" in metrics
+        # What the rules PenstockStalled and PenstockLagHigh look at grows while nothing is applied.
+        for name in ("penstock_stalled_seconds", "penstock_applied_lag_seconds"):
+            value = re.search(rf'^{name}{{output="tables"}} (\S+)$', metrics, re.MULTILINE)
+            assert value is not None
+            assert float(value[1]) > 5, name
         proxy.flow()
         hanging.wait(lambda: hanging.ask("/readyz").status == 200, "the recovery")
     assert penstock.read_table(hanging.pipeline, "public.things").num_rows == 3
