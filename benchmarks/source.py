@@ -1,17 +1,23 @@
 """Compare `spark.read.format("penstock")` with Spark's own JDBC reader, and `spark.readStream` with `pg_recvlogical`.
 
     python benchmarks/source.py [--rows 2000000] [--changes 1000000] [--rounds 3] [--server 18] [--only read|stream]
+                                [--session own|pipeline]
 
 All ways read a table of ten columns and count the values of each. The JDBC reader runs as it comes, with one
 connection, and partitioned by the key, with a connection per core. Then amounts are moved between two rows while each
 way adds them up: only a consistent read always finds the same sum.
 
 Streams read the changes of a table from a slot into Spark's `noop` sink, and `pg_recvlogical` into /dev/null.
+
+The session is one of a user's own, as the guides create it: Spark's settings, and Penstock's daemon for Python workers.
+The session of `penstock run` has one compiler, which makes all of Spark's own row processing slower, also that of JDBC.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 import threading
 import time
@@ -25,13 +31,15 @@ from stages import CORES, Stage, open_stage
 from workloads import PUBLICATION, WORKLOADS, create_orders
 
 import penstock
-from penstock.spark.session import SparkSettings, build_session
+from penstock.spark.java import find_java
+from penstock.spark.session import PYTHON_DAEMON, SparkSettings, build_session
 from penstock.testing.postgres import PostgresServer
 
 DRIVER = "org.postgresql:postgresql:42.7.8"
 TABLE = "orders"
 OURS, DEFAULT, PARTITIONED = "penstock", "JDBC", "JDBC, partitioned"
 STREAM = "readStream"
+OWN, PIPELINE = "own", "pipeline"
 BATCH_ROWS = 200_000
 """Of a stream: Spark reads a batch while capture reads the next one."""
 SERVER_SETTINGS: Mapping[str, str] = {
@@ -47,12 +55,12 @@ CONSISTENT_READS = 5
 def main() -> None:
     arguments = _parse_arguments()
     result: dict[str, Any] = {}
-    with open_stage(arguments.server, SERVER_SETTINGS) as stage, _session() as session:
+    with open_stage(arguments.server, SERVER_SETTINGS) as stage, _session(arguments.session) as session:
         if arguments.only != "stream":
             result |= _read(stage, session, arguments)
         if arguments.only != "read":
             result |= _stream(stage, session, arguments)
-    print_result(result | {"load": load_average()})
+    print_result(result | {"session": arguments.session, "load": load_average()})
 
 
 def _stream(stage: Stage, session: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -135,16 +143,36 @@ def _read(stage: Stage, session: Any, arguments: argparse.Namespace) -> dict[str
 
 
 @contextmanager
-def _session() -> Iterator[Any]:
+def _session(kind: str) -> Iterator[Any]:
     """A session with the JDBC driver, which Spark fetches into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-jars-") as folder:
         options = {"spark.jars.packages": DRIVER, "spark.jars.ivy": folder}
-        session = build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-source", options=options))
+        session = _own_session(options) if kind == OWN else _pipeline_session(options)
         try:
             penstock.register(session)
             yield session
         finally:
             session.stop()
+
+
+def _own_session(options: Mapping[str, str]) -> Any:
+    """A session as in the guides."""
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("JAVA_HOME", str(find_java().home))
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    builder = SparkSession.builder.master(f"local[{CORES}]").appName("bench-source")
+    own = {"spark.ui.showConsoleProgress": "false", "spark.python.daemon.module": PYTHON_DAEMON}
+    for name, value in (own | dict(options)).items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    return session
+
+
+def _pipeline_session(options: Mapping[str, str]) -> Any:
+    return build_session(SparkSettings(master=f"local[{CORES}]", app_name="bench-source", options=options))
 
 
 def _ways(session: Any, server: PostgresServer, database: str, rows: int) -> dict[str, Callable[[], Any]]:
@@ -210,6 +238,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--changes", type=int, default=1_000_000, help="that streams read")
     parser.add_argument("--rounds", type=int, default=3, help="reads per way")
     parser.add_argument("--only", choices=["read", "stream"], help="default: both")
+    parser.add_argument("--session", choices=[OWN, PIPELINE], default=OWN, help="as a user's, or as of `penstock run`")
     parser.add_argument("--server", type=int, help="major version (default: the newest installed)")
     arguments = parser.parse_args()
     if min(arguments.rows, arguments.changes, arguments.rounds) < 1:

@@ -64,8 +64,9 @@ if there was any WAL: only a batch makes Spark commit the one before, and lets t
 BATCH_BYTES = 1 << 30
 """Bytes of captured files that a batch covers, unless one entry has more: after a restart without the spool, all of a
 batch has to fit into it again."""
-TASK_BYTES = 32 << 20
-"""Bytes of rows that one task reads, in memory."""
+LEAST_TASK_BYTES, TASK_BYTES = 8 << 20, 32 << 20
+"""Bytes of rows that one task reads, in memory. Every core gets a share of a batch, unless starting a task would take
+longer than reading it."""
 _WAIT_SECONDS = 0.1
 _CAPTURE_SECONDS = 3600.0
 """How long a batch waits for capture to read the slot again, after a restart without the spool."""
@@ -176,9 +177,10 @@ class _Part(InputPartition):
 class ChangesReader(DataSourceStreamReader):
     """Plans the batches of a stream, and reads in their tasks."""
 
-    def __init__(self, options: StreamOptions, columns: list[tuple[str, str]]) -> None:
+    def __init__(self, options: StreamOptions, columns: list[tuple[str, str]], cores: int = 1) -> None:
         self._options = options
         self._columns = columns
+        self._cores = cores
         self._planner: _Planner | None = None
 
     def latestOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's name)
@@ -212,15 +214,18 @@ class ChangesReader(DataSourceStreamReader):
 
     def _open(self, seen: Position | None) -> _Planner:
         if self._planner is None:
-            self._planner = _Planner(self._options, self._columns, seen)
+            self._planner = _Planner(self._options, self._columns, self._cores, seen)
         return self._planner
 
 
 class _Planner:
     """The state of a stream in the process that plans."""
 
-    def __init__(self, options: StreamOptions, columns: list[tuple[str, str]], seen: Position | None) -> None:
+    def __init__(
+        self, options: StreamOptions, columns: list[tuple[str, str]], cores: int, seen: Position | None
+    ) -> None:
         self._options = options
+        self._cores = cores
         # Read before the catalog: rows of other columns from before this position are older than the frame.
         self._as_of = current_position(options.feed.source)
         with closing(connect(options.feed.source, Role.CATALOG)) as connection:
@@ -246,6 +251,8 @@ class _Planner:
         """The furthest offset that Spark has seen."""
         self._last_at = self._looked_at = time.monotonic()
         self._looked = Lsn(0)
+        self._has_more = False
+        """More rows than the last batch has are captured already."""
         self._target: Lsn | None = None
         self._snapshot: Snapshot | None = None
         self._has_planned = self._is_unpublished = False
@@ -293,6 +300,7 @@ class _Planner:
         if not reaches(captured, begin):
             return self._moved(begin)
         end = self._bounded(begin, captured)
+        self._has_more = end is not None and end != captured
         self._look(is_idle=end is None)
         if end is None:
             due = time.monotonic() - self._last_at >= HEARTBEAT_SECONDS
@@ -319,7 +327,7 @@ class _Planner:
                 if enough is not None and self._row_count(begin) >= enough:
                     break
                 self._feed.reader.wait(self._feed.captured(), _WAIT_SECONDS)
-        else:
+        elif not self._has_more:
             self._feed.reader.wait(self._looked, _WAIT_SECONDS)
 
     def _entries(self, begin: Lsn) -> list[Entry]:
@@ -425,25 +433,16 @@ class _Planner:
                 )
             self._feed.reader.wait(self._feed.captured(), _WAIT_SECONDS)
         entries = self._entries(begin.lsn)
-        works: list[_Work] = []
         steps: list[tuple[Segment, TableSchema] | Truncation] = []
-        size = 0
         for entry in entries:
             for step in self._steps(entry):
                 narrowed = _between(step, begin.lsn, end.lsn)
-                if narrowed is None:
-                    continue
                 if isinstance(narrowed, Segment):
                     steps.append((narrowed, self._feed.reader.schema(narrowed)))
-                    size += narrowed.memory
-                else:
+                elif narrowed is not None:
                     steps.append(narrowed)
-                if size >= TASK_BYTES:
-                    works.append(_Changed(self._form, tuple(steps)))
-                    steps, size = [], 0
-        if steps:
-            works.append(_Changed(self._form, tuple(steps)))
-        return works
+        sizes = [0 if isinstance(step, Truncation) else step[0].memory for step in steps]
+        return [_Changed(self._form, tuple(steps[first:last])) for first, last in deal_out(sizes, self._cores)]
 
     def commit(self, end: Position) -> None:
         """Let the slot move: the batch up to here is in Spark's log of commits."""
@@ -483,6 +482,17 @@ class _Planner:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
+
+
+def deal_out(sizes: Sequence[int], cores: int) -> Iterator[tuple[int, int]]:
+    """Divide steps of these sizes among tasks; return the first and last step of each."""
+    enough = min(TASK_BYTES, max(LEAST_TASK_BYTES, -(-sum(sizes) // cores)))
+    first = size = 0
+    for number, each in enumerate(sizes, 1):
+        size += each
+        if size >= enough or number == len(sizes):
+            yield first, number
+            first, size = number, 0
 
 
 def _between(step: Segment | Truncation, begin: Lsn, end: Lsn | None = None) -> Segment | Truncation | None:

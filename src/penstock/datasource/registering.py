@@ -45,7 +45,8 @@ def register(spark: Any) -> None:
     from penstock.datasource.source import PenstockSource
 
     # Pickled by value, because it is no attribute of a module: the address reaches the processes that plan.
-    registered = type(PenstockSource.__name__, (PenstockSource,), {"keeper": keeper_of_process().address})
+    here = {"keeper": keeper_of_process().address, "cores": max(1, spark.sparkContext.defaultParallelism)}
+    registered = type(PenstockSource.__name__, (PenstockSource,), here)
     registered.__doc__ = PenstockSource.__doc__
     spark.dataSource.register(registered)
     if version >= (4, 1):

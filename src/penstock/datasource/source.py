@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import psycopg
@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from penstock.changes.frames import exchange_with, spark_columns, spark_type_name
 from penstock.changes.segment import UNREPRESENTABLE
-from penstock.copy.plan import TID_RANGES_SINCE, CopyRange, CopySettings, plan_ranges
+from penstock.copy.plan import RANGE_BYTES, TID_RANGES_SINCE, CopyRange, CopySettings, plan_ranges
 from penstock.copy.reader import RangeReader
 from penstock.copy.rows import load_leaves
 from penstock.datasource.filters import condition
@@ -27,6 +27,10 @@ from penstock.source.catalog import load_table, load_types, schema_from_catalog
 from penstock.source.connections import Role, SourceSettings, connect
 from penstock.source.snapshots import enter_snapshot
 from penstock.values import OutOfRange, TypeSettings
+
+TASK_BYTES = 256 << 20
+"""The most that a task reads of a table's files. In Spark's own workers, a task takes 0.2 s of processor time before
+its first row, as much as for 30 MB of rows."""
 
 
 class PenstockSource(DataSource):
@@ -55,7 +59,8 @@ class PenstockSource(DataSource):
     | `table` | required | its name, as in SQL: `shop.orders`, `"Odd Name"`; in the schema `public` if it names none |
     | `columns` | all | names of columns to read, separated by commas, as in SQL |
     | `snapshot` | a new one | the `name` of a `penstock.snapshot` |
-    | `partitions` | one per 32 MB | about how many tasks read the table |
+    | `partitions` | by size | about how many tasks read the table: by default as many as there are cores, or a \
+multiple so that none reads more than 256 MB; fewer for tables below 32 MB per core |
     | `outOfRange` | `error` | values that the column's type cannot hold, like `infinity`: `error`, `null`, \
 `clamp`, `text`, or `keep`: NULL, and the text in a further column `_unrepresentable` |
     | `numeric` | `string` | the type of `numeric` without precision: `string`, `decimal` or `double` |
@@ -112,6 +117,7 @@ class PenstockSource(DataSource):
     """
 
     keeper: ClassVar[KeeperAddress | None] = None
+    cores: ClassVar[int] = 1
 
     @classmethod
     def name(cls) -> str:
@@ -131,7 +137,7 @@ class PenstockSource(DataSource):
         with explained():
             if _is_stream(self.options):
                 raise ConfigError("the option 'slot' is for spark.readStream", hint="Remove it for spark.read.")
-            return TableReader(_Read.of(self.options), _columns(schema), self.keeper)
+            return TableReader(_Read.of(self.options), _columns(schema), self.keeper, self.cores)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's name)
         """Return what plans and reads the batches of a stream. Spark calls this in tasks, too."""
@@ -142,7 +148,7 @@ class PenstockSource(DataSource):
                     hint="Use lower-case letters, digits and underscores; the slot is created at the first start.",
                 )
             streams = _streams()
-            return streams.ChangesReader(streams.StreamOptions.of(self.options), _columns(schema))
+            return streams.ChangesReader(streams.StreamOptions.of(self.options), _columns(schema), self.cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +205,13 @@ class _Read:
 class TableReader(DataSourceReader):
     """Plans the tasks of a read, and reads in them."""
 
-    def __init__(self, read: _Read, columns: list[tuple[str, str]], keeper: KeeperAddress | None) -> None:
+    def __init__(
+        self, read: _Read, columns: list[tuple[str, str]], keeper: KeeperAddress | None, cores: int = 1
+    ) -> None:
         self._read = read
         self._columns = columns
         self._keeper = keeper
+        self._cores = cores
         self._filters: Sequence[Any] = ()
 
     def pushFilters(self, filters: list[Any]) -> list[Any]:  # noqa: N802 (Spark's name)
@@ -229,13 +238,12 @@ class TableReader(DataSourceReader):
             self._require_same(schema)
             leaves = load_leaves(connection, schema, with_unlogged=True)
             can_seek = connection.info.server_version >= TID_RANGES_SINCE
-        if read.partitions is not None:
-            size = sum(leaf.bytes for leaf in leaves)
-            settings = replace(settings, range_bytes=max(1, -(-size // read.partitions)))
+        size = sum(leaf.bytes for leaf in leaves)
+        count = read.partitions if read.partitions is not None else task_count(size, self._cores)
         # What is clamped is equal to a value that the server does not see.
         is_exact = read.types.out_of_range is not OutOfRange.CLAMP
         reader = read.range_reader(schema, name, condition(self._filters, schema) if is_exact else None)
-        return reader, plan_ranges(schema.table_id, leaves, range_bytes=settings.range_bytes, can_seek=can_seek)
+        return reader, plan_ranges(schema.table_id, leaves, range_bytes=max(1, -(-size // count)), can_seek=can_seek)
 
     def _require_same(self, schema: TableSchema) -> None:
         if self._columns != [(field.name, spark_type_name(field.type)) for field in self._read.columns_of(schema)]:
@@ -262,8 +270,14 @@ class _Part(InputPartition):
     value: tuple[RangeReader, CopyRange] | None
 
 
+def task_count(size: int, cores: int) -> int:
+    """Return how many tasks read a table of so many bytes: all cores get the same share, and end at the same time."""
+    largest = -(-size // TASK_BYTES)
+    return max(1, min(-(-largest // cores) * cores, -(-size // RANGE_BYTES)))
+
+
 def _streams() -> Any:
-    """Return the module for streams. Every process that plans or reads imports this one, and a read needs no capture."""
+    """Return the module for streams. It imports capture, and processes that plan or read a table should start fast."""
     from penstock.datasource import changes
 
     return changes

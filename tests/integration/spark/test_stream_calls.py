@@ -286,6 +286,33 @@ def test_a_restart_may_have_another_limit_of_rows(database: Any, tmp_path: Path)
         assert first == again
 
 
+def test_a_batch_does_not_wait_for_capture_while_captured_rows_are_left(
+    database: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.execute("create table t (id int primary key)")
+    reader = reader_of(database, tmp_path, table="t", maxRowsPerBatch="1")
+    spark = Spark(tmp_path, reader, lambda: None)
+    try:
+        spark.trigger()
+        for number in range(3):
+            database.execute("insert into t values (%s)", [number])
+        [(text,)] = database.execute("select pg_current_wal_flush_lsn()::text")
+        database.execute("select pg_logical_emit_message(true, 'x', 'y')")
+        feed = reader._planner._feed  # pyright: ignore
+        wait_for(lambda: reaches(feed.captured(), Lsn.parse(text)), "capture")
+        wait_for(lambda: spark.trigger() or spark.log.rows, "the first row")
+        waits: list[Any] = []
+        monkeypatch.setattr(feed.reader, "wait", lambda *arguments: waits.append(arguments))
+        spark.trigger()
+        spark.trigger()
+        assert [row["id"] for row in spark.log.rows] == [0, 1, 2]
+        assert waits == []
+        spark.trigger()
+        assert len(waits) == 1
+    finally:
+        reader.stop()
+
+
 @pytest.mark.trap(10)
 def test_a_new_checkpoint_on_an_old_slot_skips_nothing(database: Any, tmp_path: Path) -> None:
     database.execute("create table t (id int primary key)")
