@@ -151,6 +151,9 @@ class Certification:
     def late(self) -> None:
         with self.begun("late", [order(1), order(2)]) as (schema, source, late):
             with source.transaction() as transaction:
+                transaction.insert(schema, order(3))
+            write(late, source.batch())  # it writes the table now
+            with source.transaction() as transaction:
                 transaction.update(schema, order(1, "first"))
                 transaction.update(schema, order(2, "first"))
             first = source.batch()
@@ -161,7 +164,7 @@ class Certification:
             successor.startup(make_context("late"))
             write(successor, source.batch(first.begin))
             write(late, first)
-            self.expect(schema, [order(1, "second")])
+            self.expect(schema, [order(1, "second"), order(3)])
 
     def replays(self) -> None:
         with self.begun("replays", [order(1)]) as (schema, source, destination):
