@@ -269,9 +269,8 @@ class Control:
         if not exists:
             # Somebody dropped it, and so gave it up; unless its first copy is not complete yet.
             session.run(
-                f"delete from {names} n where namespace = %s and name = %s and pipeline <> %s and not exists ("
-                f"select from {self.tables} t "
-                "where (t.namespace, t.name) = (n.namespace, n.name) and t.copied is null)",
+                f"delete from {names} n where namespace = %s and name = %s and pipeline <> %s and not exists (select "
+                f"from {self.tables} t where t.namespace = n.namespace and t.name = n.name and t.copied is null)",
                 [*place, self.pipeline],
             )
         is_new = session.run(

@@ -418,6 +418,8 @@ def _remove_rows(session: Session, target: Target, layout: Layout, changes: Chan
     cells = [*cells_of(table, texts, schema), Cells(pa.array(net.limits))]
     staged = [f"c{number}" for number in range(len(listed))]
     session.copy(stage, [*staged, "wanted"], copy_text(cells, table.num_rows))
+    # No index helps here, and a table with a key may have been merged in this transaction before.
+    session.run("set local enable_hashjoin = on; set local enable_mergejoin = on")
     # As text: not every type has an operator for equality, and equal numbers may print differently.
     live = f" where {DELETED_AT} is null" if layout.mode is Mode.SOFT_DELETE else ""
     count = session.run(
