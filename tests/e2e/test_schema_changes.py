@@ -468,16 +468,11 @@ class Site:
         return sum(record.phase.name == "data_sync" for record in history)
 
     def wait_copied(self, pipeline: Alone, times: int) -> None:
-        left = list(self.cases)
-
-        def done() -> bool:
+        def behind() -> dict[str, int]:
             pipeline.wait(0)
-            # One after the other: a look at all of them costs more than the pipeline does meanwhile.
-            while left and self.copies(left[-1]) >= times:
-                left.pop()
-            return not left
+            return {name: count for name in self.cases if (count := self.copies(name)) < times}
 
-        wait_for(done, "a new copy of every table")
+        wait_for(lambda: not behind(), "a new copy of every table")
 
 
 @pytest.mark.parametrize("ddl_trigger", [False, True], ids=["by the catalog", "by the trigger"])

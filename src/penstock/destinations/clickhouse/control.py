@@ -14,7 +14,11 @@ from threading import Lock
 
 import pyarrow as pa
 
+<<<<<<< HEAD
 from penstock.destinations.clickhouse.layout import Layout, Mode, layout_from_json
+=======
+from penstock.destinations.clickhouse.layout import DURABLE, Layout, layout_from_json
+>>>>>>> clickhouse
 from penstock.destinations.clickhouse.server import Server, literal
 from penstock.lsn import Lsn
 
@@ -84,7 +88,7 @@ class Control:
     server: Server
     pipeline: str
 
-    def create(self) -> None:
+    def create(self, *, fsync: bool) -> None:
         """Create the database and the table of the records, if they do not exist."""
         if not self.server.rows(f"select 1 from system.databases where name = {literal(self.server.database)}"):
             self.server.run(f"create database if not exists {self.server.name('x').partition('.')[0]}")
@@ -92,8 +96,8 @@ class Control:
         self.server.run(
             f"create table if not exists {self.server.name(TABLES)} "
             f"({columns}, table_id UInt64, epoch UInt64, written UInt128) "
-            "engine = ReplacingMergeTree(written) order by (pipeline, table_id) "
-            "settings fsync_after_insert = 1, fsync_part_directory = 1, min_compressed_bytes_to_fsync_after_merge = 1"
+            "engine = ReplacingMergeTree(written) order by (pipeline, table_id)"
+            f"{f' settings {DURABLE}' if fsync else ''}"
         )
 
     def exists(self) -> bool:

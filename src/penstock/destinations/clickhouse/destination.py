@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+<<<<<<< HEAD
 from collections.abc import Iterable, Mapping
+=======
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+>>>>>>> clickhouse
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -102,9 +107,10 @@ class ClickHouseDestination:
 
     def probe(self) -> None:
         """See `ProbedDestination`: create what the first copy would create, and drop a table and a view again."""
-        self._control("probe").create()
-        table, view = self._server.name("penstock_probe"), self._server.name("penstock_probe_view")
-        self._server.run(f"create table if not exists {table} (id Int64) engine = ReplacingMergeTree order by id")
+        self._control("probe").create(fsync=self._fsync)
+        number = uuid.uuid4().hex
+        table, view = self._server.name(f"penstock_probe_{number}"), self._server.name(f"penstock_probe_view_{number}")
+        self._server.run(f"create table {table} (id Int64) engine = ReplacingMergeTree order by id")
         self._server.run(f"insert into {table} values (1)")
         self._server.run(f"create or replace view {view} as select id from {table} final where id = 1")
         self._server.run(f"drop view {view}")
@@ -113,7 +119,7 @@ class ClickHouseDestination:
     def startup(self, context: DestinationContext) -> None:
         """See `Destination`."""
         self._context = context
-        self._control(context.pipeline_id).create()
+        self._control(context.pipeline_id).create(fsync=self._fsync)
 
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:
         """See `Destination`."""

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, Texts, field_names, join_texts, split_texts
-from penstock.destinations.clickhouse.layout import KEY_TEXT, NULL_ARRAYS, Layout, StoredColumn, in_range
+from penstock.destinations.clickhouse.layout import KEY_TEXT, NULL_ARRAYS, Layout, Mode, StoredColumn, in_range
 from penstock.schema import TableSchema
 from penstock.values import TypeSettings, codec_for
 from penstock.values.datetimes import (
@@ -46,6 +46,9 @@ def encode(rows: pa.Table, texts: Texts, schema: TableSchema, layout: Layout) ->
         if to.is_list:
             null_arrays[to.stored] = cells.is_null().to_numpy(zero_copy_only=False)
         columns[to.stored] = cells
+    if layout.mode is Mode.MIRROR:
+        # Columns that the source has dropped, and that stay: they may have a default for older rows.
+        columns |= {each.stored: pa.nulls(rows.num_rows, each.arrow) for each in layout.columns if each.attnum is None}
     for each in layout.key:
         # ClickHouse takes NULL for an empty array by itself.
         if columns[each.stored].null_count and not each.is_list:

@@ -52,6 +52,8 @@ KEY_TEXT = "_key"
 """The texts of cells of the key that their types cannot hold."""
 NULL_ARRAYS = "_null_arrays"
 """The columns whose array is NULL: ClickHouse has no such arrays, they are empty there."""
+DURABLE = "fsync_after_insert = 1, fsync_part_directory = 1, min_compressed_bytes_to_fsync_after_merge = 1"
+"""The settings of tables whose rows survive a power failure."""
 _OWN = (OP, COMMIT_LSN, ORDINAL, COMMIT_TIME, XID, SCHEMA_VERSION, UNCHANGED, OLD, UNREPRESENTABLE, NULL_ARRAYS)
 """Names in views that belong to Penstock."""
 _LOG_COLUMNS: Mapping[str, str] = {
@@ -133,6 +135,8 @@ class Layout:
     """Those of the source in its order, then those that it no longer has."""
     version: int = 1
     """The number of the source's schema, in a log."""
+    hidden: tuple[str, ...] = ()
+    """Further columns of the table, which no view shows: the source has dropped them."""
 
     @property
     def shape(self) -> Shape:
@@ -179,8 +183,7 @@ class Layout:
         if any(each.is_list for each in self.key):
             settings.append("allow_nullable_key = 1")
         if fsync:
-            settings += ["fsync_after_insert = 1", "fsync_part_directory = 1"]
-            settings += ["min_compressed_bytes_to_fsync_after_merge = 1"]
+            settings.append(DURABLE)
         return (
             f"create table if not exists {name} ({', '.join([*columns, *own])}) engine = {_ENGINES[self.shape.name]} "
             f"order by ({', '.join(order)}) settings {', '.join(settings)}"
@@ -260,7 +263,9 @@ class Layout:
         arrow = pa.schema([pa.field(each.stored, each.arrow) for each in self.columns]).serialize()
         columns = [[each.stored, each.name, each.type, each.attnum] for each in self.columns]
         record = {"source": schema_to_json(self.source), "mode": self.mode.value, "version": self.version}
-        return json.dumps(record | {"columns": columns, "arrow": base64.b64encode(arrow.to_pybytes()).decode()})
+        return json.dumps(
+            record | {"columns": columns, "hidden": self.hidden, "arrow": base64.b64encode(arrow.to_pybytes()).decode()}
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -272,7 +277,8 @@ def layout_from_json(text: str) -> Layout:
         StoredColumn(stored, name, type_, field.type, attnum)
         for (stored, name, type_, attnum), field in zip(record["columns"], arrow, strict=True)
     )
-    return Layout(schema_from_json(record["source"]), Mode(record["mode"]), columns, record["version"])
+    hidden = tuple(record["hidden"])
+    return Layout(schema_from_json(record["source"]), Mode(record["mode"]), columns, record["version"], hidden)
 
 
 def version_of(key: OrderKey) -> int:
@@ -308,23 +314,32 @@ def follow(
         # The catalog that named the columns may be newer than the rows.
         raise not_followed(table, f"the name of another column was given to column {moved[0]!r}")
     now = {column.attnum for column in schema.columns}
-    kept = [replace(each, attnum=None) for each in before.columns if each.attnum not in now] if keeps_dropped else []
+    dropped = [replace(each, attnum=None) for each in before.columns if each.attnum not in now]
+    kept = dropped if keeps_dropped else [each for each in dropped if each in before.columns]
+    used = [*(each.stored for each in before.columns), *before.hidden]
     types = {column.attnum: column for column in before.source.columns}
     defaults: dict[str, str] = {}
     columns: list[StoredColumn] = []
     for column, field in zip(schema.columns, field_names(schema), strict=True):
         name = _free_name(column, [*_OWN, *(each.name for each in (*columns, *kept))])
         new = _stored(column, name, arrow.field(field).type)
-        columns.append(new)
         old = before.of(column.attnum)
         if old is None:
+            # A column that comes back, as a publication may let it, does not get its old values back.
+            number = used.count(new.stored) and len(used)
+            new = replace(new, stored=f"{new.stored}_{number}") if number else new
             if column.missing is not None or column.backfilled:
                 defaults[new.stored] = _default(schema, column, new)
-        elif not keeps_values(
-            (types[column.attnum].type, types[column.attnum].type_modifier), (column.type, column.type_modifier)
-        ) or not _is_wider(old, new, is_key=old in before.key):
-            raise not_followed(table, f"the type of column {column.name!r} changed")
-    after = replace(before, source=schema, columns=(*columns, *kept))
+        else:
+            new = replace(new, stored=old.stored)
+            was = types[column.attnum]
+            is_kept = keeps_values((was.type, was.type_modifier), (column.type, column.type_modifier))
+            if not is_kept or not _is_wider(old, new, is_key=old in before.key):
+                raise not_followed(table, f"the type of column {column.name!r} changed")
+        columns.append(new)
+    shown = {each.stored for each in (*columns, *kept)}
+    hidden = tuple(name for name in used if name not in shown)
+    after = replace(before, source=schema, columns=(*columns, *kept), hidden=hidden)
     return after, after.added(before, defaults)
 
 
@@ -391,8 +406,8 @@ def _is_wider(old: StoredColumn, new: StoredColumn, *, is_key: bool) -> bool:
 def _default(schema: TableSchema, column: Column, stored: StoredColumn) -> str:
     """Return what existing rows have in an added column, as SQL; raise if that is unknown or has no literal."""
     value = constant_of(str(schema), column, stored.arrow)
-    fits = pa.types.is_boolean(stored.arrow) or not (stored.is_list or pa.types.is_binary(stored.arrow))
-    if not fits or not value.is_valid:
+    is_binary = pa.types.is_binary(stored.arrow) or pa.types.is_large_binary(stored.arrow)
+    if stored.is_list or is_binary or not value.is_valid:
         raise not_followed(str(schema), f"column {column.name!r} was added with a default that has no literal")
     if (pa.types.is_date(stored.arrow) or pa.types.is_timestamp(stored.arrow)) and not _in_range(value):
         raise not_followed(str(schema), f"column {column.name!r} was added with a default that its type cannot hold")

@@ -300,6 +300,28 @@ def test_dropped_columns_can_stay(clickhouse, source):
         transaction.insert(after, {"id": 2, "due": None})
     write(destination, source.batch())
     assert rows_of(clickhouse, ORDERS) == [order(1, "kept"), order(2, None)]
+    added = replace(after, columns=(key, due, Column("flag", 4, TEXT, missing="old", backfilled=True)))
+    for schema, number in ((added, 3), (after, 4)):
+        with source.transaction() as transaction:
+            transaction.insert(schema, {"id": number, "due": None} | ({"flag": "new"} if schema is added else {}))
+        write(destination, source.batch())
+    flags = "select id, flag from {database}.public__orders order by id"
+    assert clickhouse.query(flags) == [(1, "old"), (2, "old"), (3, "new"), (4, None)]
+
+
+def test_a_column_that_comes_back_does_not_have_its_old_values(clickhouse, source):
+    """As when a publication leaves it out for a while."""
+    destination = clickhouse.started()
+    copy(destination, source, ORDERS, [order(1, "old")])
+    key, _, due = ORDERS.columns
+    without = replace(ORDERS, columns=(key, due))
+    for number, schema in enumerate((without, ORDERS, without, ORDERS), 2):
+        with source.transaction() as transaction:
+            row = order(number, f"note {number}")
+            transaction.insert(schema, row if schema is ORDERS else {"id": number, "due": None})
+        write(destination, source.batch())
+    notes = [None, None, None, None, "note 5"]
+    assert rows_of(clickhouse, ORDERS) == [order(number, note) for number, note in enumerate(notes, 1)]
 
 
 def test_changes_of_keys_and_types_need_a_copy(clickhouse, source):
