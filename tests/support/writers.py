@@ -19,7 +19,6 @@ from typing import TypeVar
 import psycopg
 
 from tests.support.planned_tables import PlannedTable, Size
-from tests.support.waiting import slowed
 from tests.support.workload import Ddl, Truth, Workload
 
 HANG_SECONDS = 120.0
@@ -44,18 +43,13 @@ class Writers:
         pause: float = _PAUSE_SECONDS,
         ddl: Ddl = Ddl.NONE,
     ) -> None:
-        """Create the tables with their first rows.
-
-        `pause` is the time between two statements. It grows after a while (`slowed`), except while `wait_for_actions`
-        waits.
-        """
+        """Create the tables with their first rows; `pause` is the time between two statements."""
         self._workload = Workload(dsn, random, tables, size, truncates=truncates, ddl=ddl)
         self._pause = pause
         self._truth = self._workload.create()
         self._stop = threading.Event()
         self._moved = threading.Condition()
         self._actions = 0
-        self._wanted = 0
         self._reconnects = 0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="writers", daemon=True)
@@ -104,16 +98,14 @@ class Writers:
     def wait_for_actions(self, count: int, timeout: float = HANG_SECONDS) -> None:
         """Wait until `count` statements ran; raise the error that ended the writers."""
         with self._moved:
-            self._wanted = count
             if not self._moved.wait_for(lambda: self._actions >= count or self._error is not None, timeout):
                 raise TimeoutError(f"{self._actions} statements instead of {count} in {timeout:g} s")
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
-        begun = time.monotonic()
         try:
-            while not self._stop.wait(self._pause if self._actions < self._wanted else slowed(self._pause, begun)):
+            while not self._stop.wait(self._pause):
                 self._through_losses(self._workload.act)
                 with self._moved:
                     self._actions += 1

@@ -14,11 +14,7 @@ from threading import Lock
 
 import pyarrow as pa
 
-<<<<<<< HEAD
-from penstock.destinations.clickhouse.layout import Layout, Mode, layout_from_json
-=======
-from penstock.destinations.clickhouse.layout import DURABLE, Layout, layout_from_json
->>>>>>> clickhouse
+from penstock.destinations.clickhouse.layout import DURABLE, Layout, Mode, layout_from_json
 from penstock.destinations.clickhouse.server import Server, literal
 from penstock.lsn import Lsn
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-<<<<<<< HEAD
-from collections.abc import Iterable, Mapping
-=======
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
->>>>>>> clickhouse
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
