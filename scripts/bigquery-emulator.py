@@ -17,6 +17,7 @@ from pathlib import Path
 
 DUCKDB = "1.5.5"
 PACKAGES = ("bqemulator==1.4.0", f"duckdb=={DUCKDB}", f"duckdb-extension-spatial=={DUCKDB}", "numpy")
+CONSTRAINTS = Path(__file__).resolve().parent.parent / "requirements" / "bigquery-emulator.txt"
 
 
 def main() -> int:
@@ -25,7 +26,7 @@ def main() -> int:
     if stamp.exists():
         return 0
     venv.create(target, with_pip=True, clear=True)
-    command = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", *PACKAGES]
+    command = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS), *PACKAGES]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         print(f"make: could not install the BigQuery emulator:\n{finished.stderr[-800:]}", file=sys.stderr)
