@@ -570,6 +570,27 @@ def test_readers_see_all_tables_of_a_transaction_or_none(database, source, monke
     assert database.execute(query) == [(1, 1)]
 
 
+def test_rows_without_a_key_are_hashed_also_after_a_table_with_a_key(database, source, monkeypatch):
+    """Keys are found by index, whatever the server thinks. Without a key, that would compare each row with each."""
+    destination = started(database, transactional="batch")
+    row = {"level": 1, "line": "same"}
+    copy(destination, source, ORDERS, [order(1)])
+    copy(destination, source, LINES, [row])
+    run, seen = Session.run, list[tuple[str, Any]]()
+
+    def look_and_run(session: Session, statement: str, *arguments: Any) -> int:
+        if statement.startswith("delete"):
+            seen.append((statement.split()[2], session.rows("show enable_hashjoin")[0][0]))
+        return run(session, statement, *arguments)
+
+    monkeypatch.setattr(Session, "run", look_and_run)
+    with source.transaction() as transaction:
+        transaction.delete(ORDERS, {"id": 1})
+        transaction.delete(LINES, row)
+    write(destination, source.batch())
+    assert seen == [('"mirror"."orders"', "off"), ('"mirror"."lines"', "on")]
+
+
 def test_a_table_that_others_depend_on_stays_with_its_views_indexes_and_grants(database, source):
     destination = started(database)
     copy(destination, source, ORDERS, [order(1)])
