@@ -25,7 +25,7 @@ from tests.support import oracle
 from tests.support.counting import CountingCoordinator
 from tests.support.oracle import check_transactions, normalised
 from tests.support.replay import Replayable, Table, read_spool
-from tests.support.waiting import pause, slowed
+from tests.support.waiting import pause
 from tests.support.workload import read_rows
 
 PUBLICATION = "e2e"
@@ -67,8 +67,7 @@ def tables_settings(database: Any, folder: Path, name: str = "e2e", *, interval:
 class Background:
     """Calls `step` with a connection, again and again in a thread, until the end of the block.
 
-    After a while, it calls it less often (`slowed`). `count` says how often it was called. An error ends the thread,
-    and the block raises it.
+    `count` says how often it was called. An error ends the thread, and the block raises it.
     """
 
     def __init__(self, database: Any, step: Callable[[Any], object], pause: float = 0.01) -> None:
@@ -97,9 +96,8 @@ class Background:
 
     def _run(self) -> None:
         try:
-            begun = time.monotonic()
             with self._database.connect() as connection:
-                while not self._stop.wait(slowed(self._pause, begun)):
+                while not self._stop.wait(self._pause):
                     self._step(connection)
                     self.count += 1
         except BaseException as error:
@@ -310,9 +308,8 @@ class Writers:
 
     def _run(self, number: int, choose: random.Random, big: bool) -> None:
         try:
-            begun = time.monotonic()
             with self._stream.database.connect() as connection:
-                while not self._stop.wait(slowed(choose.random() * self._pause, begun)):
+                while not self._stop.wait(choose.random() * self._pause):
                     write_transaction(connection, number, choose, big=big)
                     self.committed += 1
         except BaseException as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from tests.support.pipeline_process import PipelineProcess
 from tests.support.processes import Part
 from tests.support.readback import check_equal
 from tests.support.spark_cluster import Cluster
-from tests.support.waiting import slowed
 
 ROWS = 400
 """Of each table at the start."""
@@ -182,9 +180,8 @@ def writers(
     def write(seed: int) -> None:
         chance = random.Random(seed)
         try:
-            begun = time.monotonic()
             with database.connect() as connection:
-                while not stop.wait(slowed(pause, begun)):
+                while not stop.wait(pause):
                     try:
                         with connection.transaction():
                             for _ in range(chance.choice([1, 1, 3, 30])):
