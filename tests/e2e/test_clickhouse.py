@@ -71,8 +71,8 @@ def test_random_tables_are_followed(database, clickhouse, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        TrialSettings(41, kills=4, destination="clickhouse", ddl=Ddl.ANY),
-        TrialSettings(52, kills=3, destination="clickhouse"),
+        TrialSettings(62, kills=6, destination="clickhouse", ddl=Ddl.ANY),
+        TrialSettings(61, kills=6, destination="clickhouse"),
     ],
     ids=["columns change", "columns stay"],
 )
