@@ -207,7 +207,7 @@ def test_a_failover_with_its_slot_copies_nothing_again(site: Site, monkeypatch: 
 def test_a_former_primary_that_is_started_next_to_the_new_one_is_not_followed(site: Site, caplog: Any) -> None:
     """The address names it first, so all new connections lead to it. Not even with `recreate`: it lost nothing."""
     site.options["on_lost_slot"] = OnLostSlot.RECREATE
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "penstock")
     with site.outputs() as outputs:
         site.wait_equal(outputs)
         former, new = site.primary, site.add_standby()

@@ -175,7 +175,7 @@ def test_two_tables_whose_names_read_alike_are_told_apart(
 ) -> None:
     database.execute('create schema a; create schema "a.b"')
     database.execute('create table a."b.c" (id int primary key); insert into a."b.c" values (1)')
-    with caplog.at_level(logging.INFO), BothLakes(database, tmp_path, tables=("*.*",)) as lakes:
+    with caplog.at_level(logging.INFO, "penstock"), BothLakes(database, tmp_path, tables=("*.*",)) as lakes:
         lakes.wait(1)
         database.execute('create table "a.b".c (id int primary key); insert into "a.b".c values (2)')
         wait_for(lambda: lakes.running.wait(0) or "reads like" in caplog.text, "the refusal")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -44,6 +45,8 @@ class Machine:
         self._unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
         if shutil.which("unshare") is None or shutil.which("setpriv") is None:
             pytest.skip("needs unshare and setpriv (util-linux)")
+        if any(Path(sys.prefix).is_relative_to(place) for place in ("/tmp", *(f"/{each}" for each in _PLACES))):
+            pytest.skip("needs the project in another folder than /tmp, /etc, /opt and /var, which it replaces")
         for place in _PLACES:
             (root / place).mkdir(parents=True)
         for name in _KNOWN:

@@ -78,15 +78,24 @@ def read_pieces(
     """Run a query and yield its rows in pieces, from one snapshot, while the connection runs other statements."""
     with translated(connection, doing):
         try:
-            with (
-                connection.transaction(),
-                psycopg.RawServerCursor(connection, "penstock_pieces", row_factory=tuple_row) as cursor,
-            ):
+            with connection.transaction(), _server_cursor(connection) as cursor:
                 cursor.execute(as_literal(text), parameters)
                 while rows := cursor.fetchmany(chunk):
                     yield rows
         except psycopg.Error as error:
             raise without_values(error, connection, doing) from None
+
+
+@contextmanager
+def _server_cursor(connection: psycopg.Connection[Any]) -> Iterator[psycopg.RawServerCursor[tuple[Any, ...]]]:
+    cursor = psycopg.RawServerCursor(connection, "penstock_pieces", row_factory=tuple_row)
+    try:
+        with cursor:
+            yield cursor
+    finally:
+        # A cursor that lost its connection while it was being closed still counts as open.
+        if connection.closed:
+            cursor.close()
 
 
 def without_values(error: psycopg.Error, connection: psycopg.Connection[Any], doing: str) -> Exception:
