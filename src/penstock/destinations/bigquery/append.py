@@ -88,7 +88,7 @@ def create_stream(connection: Connection, table: str) -> str:
 
 
 def finalize_stream(connection: Connection, stream: str) -> int:
-    """Let nobody append to a stream any more; return how many rows it has."""
+    """Close a stream for appends; return how many rows it has."""
     return int(connection.write_client.finalize_write_stream(name=stream).row_count)
 
 

@@ -116,7 +116,7 @@ def _apply(work: Work, table: TableWork) -> Applied:
             case Truncation():
                 floor = max(floor, version_of(step.key))
                 server.run(layout.view(table.view, server.name(table.generation), floor), table.table)
-                # Nobody sees these rows any more.
+                # These rows are no longer visible.
                 gone = f"{VERSION} <= toUInt128('{floor}')"
                 server.run(f"alter table {server.name(table.generation)} delete where {gone}", table.table)
             case Rows():

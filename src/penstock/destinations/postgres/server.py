@@ -128,7 +128,7 @@ class Server:
         hint = "The server's log has the statement. Correct the cause, then run: penstock rollback."
         if state == _DEPENDENTS:
             what = f"other objects at {self.location} depend on the table or its column"
-            hint = "Drop these views or constraints, or make them anew, then run: penstock rollback."
+            hint = "Drop these views or constraints, or create them again, then run: penstock rollback."
         return rejected(name, what, hint=hint)
 
 
