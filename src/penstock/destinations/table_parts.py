@@ -69,6 +69,11 @@ def require_writable(
     return known, known.position
 
 
+def is_of_this_server(known: RecordedTable, context: DestinationContext) -> bool:
+    """Return False for a table of another server, which may have given its number to another table."""
+    return not known.lineage or known.lineage.partition("/")[0] == context.lineage.partition("/")[0]
+
+
 def left_of(batch: EventBatch, changes: TableChanges, position: Lsn, *, shared_rows: int) -> TableChanges | None:
     """Return the changes after a position; None if there are none.
 

@@ -36,7 +36,13 @@ from penstock.destinations.refusals import (
     unexpected,
     unusable,
 )
-from penstock.destinations.table_parts import deal_out, describe_shares, left_of, require_writable
+from penstock.destinations.table_parts import (
+    deal_out,
+    describe_shares,
+    is_of_this_server,
+    left_of,
+    require_writable,
+)
 from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
@@ -214,7 +220,7 @@ class ClickHouseDestination:
     def folder_of(self, table_id: int) -> str | None:
         """See `FolderDestination`; the folder stands for the name of the view."""
         known = self._control(self._started.pipeline_id).load([table_id]).get(table_id)
-        if known is None or not known.place or not self._is_of_this_server(known):
+        if known is None or not known.place or not is_of_this_server(known, self._started):
             return None
         return known.place
 
@@ -236,7 +242,7 @@ class ClickHouseDestination:
         """See `DroppingDestination`."""
         control = self._control(self._started.pipeline_id)
         known = control.load([table_id]).get(table_id)
-        if known is None or not self._is_of_this_server(known):
+        if known is None or not is_of_this_server(known, self._started):
             return False
         if known.view:
             self._server.run(f"drop view if exists {self._server.name(known.view)}")
@@ -355,11 +361,6 @@ class ClickHouseDestination:
 
     def _control(self, pipeline_id: str) -> Control:
         return Control(self._server, pipeline_id)
-
-    def _is_of_this_server(self, known: Known) -> bool:
-        """Return False for a table of another server, which may have given its number to another table."""
-        ours = self._started.lineage.partition("/")[0]
-        return not known.lineage or known.lineage.partition("/")[0] == ours
 
     @property
     def _started(self) -> DestinationContext:

@@ -32,7 +32,13 @@ from penstock.destinations.refusals import (
     unexpected,
     unusable,
 )
-from penstock.destinations.table_parts import deal_out, describe_shares, left_of, require_writable
+from penstock.destinations.table_parts import (
+    deal_out,
+    describe_shares,
+    is_of_this_server,
+    left_of,
+    require_writable,
+)
 from penstock.errors import PenstockError, TableBusy
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
@@ -228,7 +234,7 @@ class PostgresDestination:
         context = self._started
         with self._server.session() as session:
             known = self._control(context.pipeline_id).load(session, [table_id]).get(table_id)
-        if known is None or known.readable is None or not self._is_of_this_server(known):
+        if known is None or known.readable is None or not is_of_this_server(known, self._started):
             return None
         return known.place
 
@@ -257,7 +263,7 @@ class PostgresDestination:
         control = self._control(self._started.pipeline_id)
         with self._server.transaction() as session:
             known = control.load(session, [table_id]).get(table_id)
-            if known is None or not self._is_of_this_server(known):
+            if known is None or not is_of_this_server(known, self._started):
                 return False
             for target in {known.target, known.former} - {None}:
                 assert target is not None
@@ -333,11 +339,6 @@ class PostgresDestination:
 
     def _control(self, pipeline_id: str) -> Control:
         return Control(self._control_schema, pipeline_id)
-
-    def _is_of_this_server(self, known: Known) -> bool:
-        """Return False for a table of another server, which may have given its number to another table."""
-        ours = self._started.lineage.partition("/")[0]
-        return not known.lineage or known.lineage.partition("/")[0] == ours
 
     @property
     def _started(self) -> DestinationContext:
