@@ -9,6 +9,7 @@ from typing import Any
 
 SECONDS = 180.0
 """A guard against hangs."""
+_LATE_PROCESS = "Python worker failed to connect back"
 
 
 class Collected:
@@ -22,8 +23,9 @@ class Collected:
         self.batches: list[list[Any]] = []
         self._arrived = threading.Condition()
         writer = frame.writeStream.foreachBatch(self._take).option("checkpointLocation", str(folder / "checkpoint"))
-        writer = writer.trigger(availableNow=True) if available_now else writer
-        self.query = writer.start()
+        self._writer = writer.trigger(availableNow=True) if available_now else writer
+        self.query = self._writer.start()
+        self._starts = 1
 
     def _take(self, frame: Any, number: int) -> None:
         rows = frame.collect()
@@ -55,10 +57,20 @@ class Collected:
         with self._arrived:
             while not is_reached():
                 if (error := self.query.exception()) is not None:
-                    raise error
+                    self._start_again(error)
                 assert time.monotonic() < deadline, f"{len(self.rows)} rows in {len(self.batches)} batches"
                 self._arrived.wait(0.1)
         return self.rows
+
+    def _start_again(self, error: Exception) -> None:
+        """Start the query again if its Python process did not start in time; raise any other error.
+
+        Spark waits 10 s for that process, whatever the machine does beside it, and no setting changes this.
+        """
+        if _LATE_PROCESS not in str(error) or self._starts == 3:
+            raise error
+        self._starts += 1
+        self.query = self._writer.start()
 
     def wait_error(self) -> str:
         """Wait until the query fails; return the message."""

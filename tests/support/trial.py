@@ -57,7 +57,7 @@ from tests.support.restructure import SCHEMAS
 from tests.support.samples import available_samples
 from tests.support.spark_readback import JdbcReadBack, SparkDeltaReadBack
 from tests.support.workload import Ddl
-from tests.support.writers import Writers, when_recovered
+from tests.support.writers import PAUSE_SECONDS, Writers, when_recovered
 
 _COLUMNS = """
     select c.relnamespace::regnamespace::text || '.' || c.relname, array_agg(a.attname::text)
@@ -371,8 +371,10 @@ class _Trial:
             Random(f"{settings.seed}-writes"),
             self._tables,
             settings.size,
-            # A copy by Spark takes longer than the time from one truncate to the next.
+            # A copy by Spark takes longer than the time from one truncate to the next, and a MERGE takes seconds: on a
+            # busy machine faster writers would stay ahead of it.
             truncates=settings.destination != "spark",
+            pause=0.03 if settings.destination == "spark" else PAUSE_SECONDS,
             ddl=settings.ddl,
         )
         for pipeline in self._pipelines:
@@ -427,6 +429,7 @@ class _Trial:
             # Copies of these small tables are resumed, too.
             range_bytes=32 << 10 if self._settings.destination == "delta" else None,
             split_rows=self._settings.split_rows,
+            max_rows=50_000 if self._settings.destination == "spark" else 2_000,
             # More segments of a table are in a batch.
             interval=0.1 if self._settings.split_rows is None else 2.0,
         )

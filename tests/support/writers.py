@@ -23,7 +23,8 @@ from tests.support.workload import Ddl, Truth, Workload
 
 HANG_SECONDS = 120.0
 """A guard, far longer than a recovery or a statement takes."""
-_PAUSE_SECONDS = 0.005
+PAUSE_SECONDS = 0.005
+"""Between two statements."""
 _Result = TypeVar("_Result")
 _LOSSES = ("57", "08")
 """SQLSTATE classes of a lost connection or a server that stops or starts; an error without one is a cut connection."""
@@ -40,7 +41,7 @@ class Writers:
         size: Size,
         *,
         truncates: bool = True,
-        pause: float = _PAUSE_SECONDS,
+        pause: float = PAUSE_SECONDS,
         ddl: Ddl = Ddl.NONE,
     ) -> None:
         """Create the tables with their first rows; `pause` is the time between two statements."""
