@@ -32,8 +32,8 @@ from penstock.state import IndexBuild, IndexStatus, Store, WorkKind
 
 logger = logging.getLogger(__name__)
 
-RANGES_AT_ONCE = 4
-"""Ranges that run before finished ones are stored."""
+RANGES_PER_TASK = 4
+"""Ranges that each task does before finished ones are stored."""
 _POLL_SECONDS = 0.05
 
 
@@ -156,8 +156,9 @@ class Backfill:
         done = self.store.get_index_ranges(build.index, build.build)
         missing = [part for part in parts if part.part not in done]
         logger.info("filling index index=%s ranges=%d done=%d", build.index, len(parts), len(done))
-        for first in range(0, len(missing), RANGES_AT_ONCE):
-            self._fill(build, missing[first : first + RANGES_AT_ONCE])
+        at_once = RANGES_PER_TASK * self.writer.parallel
+        for first in range(0, len(missing), at_once):
+            self._fill(build, missing[first : first + at_once])
 
     def _fill(self, build: IndexBuild, parts: Sequence[BuildRange]) -> None:
         self._check_wanted(build)

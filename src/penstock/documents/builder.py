@@ -42,6 +42,7 @@ from penstock.state import IndexBuild
 _T = TypeVar("_T")
 RANGE_BYTES = 8 << 20
 """Size of a backfill range of the root table, TOAST included: a second or two of work."""
+_SMALL_RANGE_BYTES, _RANGES = 1 << 20, 8
 _SAMPLED_WHOLE = 100_000
 """A sample reads smaller tables entirely, and about this many rows of larger ones."""
 
@@ -157,7 +158,9 @@ class PostgresDocuments(DocumentBuilder):
         with POOL.borrow(self._source) as connection:
             leaves = self._leaves(connection, index)
             can_seek = connection.info.server_version >= TID_RANGES_SINCE
-        planned = plan_ranges(0, leaves, range_bytes=self._range_bytes, can_seek=can_seek)
+        # A small table has smaller ranges, so that tasks end at about the same time.
+        even = max(_SMALL_RANGE_BYTES, sum(leaf.bytes for leaf in leaves) // _RANGES)
+        planned = plan_ranges(0, leaves, range_bytes=min(self._range_bytes, even), can_seek=can_seek)
         return [[each.leaf.oid, each.leaf.filenode, each.condition] for each in planned]
 
     def require_unchanged(self, index: str, ranges: Sequence[Any]) -> None:

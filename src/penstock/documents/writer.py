@@ -347,6 +347,12 @@ class DocumentWriter:
         self._rejections.handle(self._take(outcomes), None)
         return {part.part: outcome.bodies for part, outcome in zip(parts, outcomes, strict=True)}
 
+    @property
+    def parallel(self) -> int:
+        """How many ranges are filled at the same time."""
+        with self._tasks.copying():
+            return self._tasks.parallel
+
     def filling(self, index: str) -> Sink:
         """Return a sink that writes only to the generation being filled."""
         with self.sink.lock:

@@ -8,7 +8,9 @@ import psycopg
 import pytest
 
 from penstock.documents.build import PIECE_BYTES, build_pieces, build_range, compile_build
+from penstock.documents.builder import PostgresDocuments
 from penstock.errors import QueryFailed
+from penstock.source.connections import SourceSettings
 from penstock.specification import parse_specification
 from tests.integration.documents.conftest import Build, catalog_of
 
@@ -35,6 +37,25 @@ def test_documents_of_any_size_come_in_pieces_that_fit_into_memory(library: psyc
     again = compile_build(doubled, catalog_of(library, doubled))
     with pytest.raises(QueryFailed, match="not unique"):
         list(build_pieces(library, again, [["x" * 200, *map(str, range(50))]], chunk=1000))
+
+
+def test_the_ranges_of_a_small_table_are_many_and_even_so_that_tasks_end_together(
+    library: psycopg.Connection[Any],
+) -> None:
+    library.execute("insert into lib.books (id, title) select n, repeat('x', 900) from generate_series(1, 15000) n")
+    library.execute("analyze lib.books")
+    specification = parse_specification(HEAD + "fields: [{text: title}]", "books")
+    source = SourceSettings(library.info.dsn + f" password={library.info.password}")
+    documents = PostgresDocuments(library, library, [specification], source=source)
+    ranges = documents.ranges("books") or []
+    counts = [
+        library.execute(f"select count(*) from lib.books where {condition or 'true'}".encode()).fetchone()
+        for _, _, condition in ranges
+    ]
+    rows = sorted(int(count[0]) for count in counts if count)
+    assert sum(rows) == 15000
+    assert len(rows) in (8, 9), "not the two that 13 MB would be with ranges of full size"
+    assert rows[-8:][0] * 2 > rows[-1]
 
 
 def test_arrays_of_bytes_and_money_arrive_as_single_values_do(library: psycopg.Connection[Any], build: Build) -> None:
