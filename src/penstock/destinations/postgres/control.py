@@ -171,6 +171,18 @@ class Control:
         before = self.load(session, [schema.table_id]).get(schema.table_id)
         if before is not None and before.epoch > epoch:
             raise other_writer(str(schema))
+        taken = session.rows(
+            f"select source from {self.tables} where pipeline = %s and table_id <> %s and namespace = %s and name = %s "
+            "and place <> %s",
+            [self.pipeline, schema.table_id, target.namespace, target.name, place],
+        )
+        if taken:
+            raise rejected(
+                str(schema),
+                f"{target} at the destination has the rows of {taken[0][0]}",
+                hint="Write {schema} in the option schema, so that each schema has tables of its own; or exclude one "
+                "of the two tables, drop its table at the destination, and run: penstock rollback.",
+            )
         # A table that gave its place to this one is copied to another.
         session.run(
             f"update {self.tables} set namespace = null, name = null, former_namespace = null, former_name = null, "

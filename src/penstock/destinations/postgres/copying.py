@@ -3,8 +3,8 @@
 Each range is one transaction that also records the range, so a task that runs twice writes its rows once. The new table
 is named after its attempt: late tasks of an earlier attempt cannot reach it. Readers see the old rows until the end.
 
-A table that others depend on (views, grants, indexes or constraints that Penstock did not create) stays, and gets the
-rows of the new one; otherwise the new table takes its name.
+A table that others depend on (views, grants, indexes, constraints or defaults that Penstock did not create) stays, and
+gets the rows of the new one; otherwise the new table takes its name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,16 @@ _DEPENDENTS = """
         where c.confrelid = %(table)s or (c.conrelid = %(table)s and c.contype not in ('p', 'n'))
     ) or exists (
         select from pg_catalog.pg_trigger t where t.tgrelid = %(table)s and not t.tgisinternal
-    ) or (select c.relacl is not null from pg_catalog.pg_class c where c.oid = %(table)s)
+    ) or exists (
+        select from pg_catalog.pg_attribute a
+        where a.attrelid = %(table)s and a.attnum > 0 and not a.attisdropped
+          and (a.attacl is not null or a.atthasdef or a.attidentity <> '')
+    ) or exists (
+        select from pg_catalog.pg_statistic_ext s where s.stxrelid = %(table)s
+    ) or (
+        select c.relacl is not null or c.relrowsecurity or c.reloptions is not null
+        from pg_catalog.pg_class c where c.oid = %(table)s
+    )
 """
 
 
@@ -102,10 +111,7 @@ def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> int
     schema, layout = target.schema, target.layout
     rows = 0
     try:
-        with (
-            target.server.transaction() as session,
-            target.server.translated(session.connection, str(schema)),
-        ):
+        with target.server.transaction(str(schema)) as session:
             if not target.control.take_range(session, schema.table_id, target.attempt, part.index):
                 return 0
             columns = copied_columns(layout) if layout.mode is Mode.HISTORY else layout.columns
@@ -150,18 +156,23 @@ def finish_copy(session: Session, control: Control, known: Known, target: CopyTa
     else:
         if is_known and before is not None and known.layout is not None and layout.mode is Mode.SOFT_DELETE:
             _keep_deleted(session, target.generation, layout, before, known.layout)
-        _put(session, schema, target.generation, layout, place)
+        _put(session, schema, target.generation, layout, place, known.layout)
         if before is not None and before != place:
             _drop_former(session, control, before)
     control.complete(session, schema.table_id, target.attempt)
     control.move(session, schema.table_id, position=target.position, lineage=lineage, epoch=epoch, layout=layout)
 
 
-def _put(session: Session, schema: TableSchema, generation: Target, layout: Layout, place: Target) -> None:
+def _put(
+    session: Session, schema: TableSchema, generation: Target, layout: Layout, place: Target, known: Layout | None
+) -> None:
     create_schema(session, place.namespace)
     oid = session.rows("select pg_catalog.to_regclass(%s)::oid::int8", [place.sql])[0][0]
     if oid is not None and session.rows(_DEPENDENTS.replace("%(table)s", str(int(oid))))[0][0]:
-        if _definition(session, place) != _definition(session, generation):
+        new, old = (set(_definition(session, table)) for table in (generation, place))
+        own = set() if known is None else {*known.names.values(), *OWN_COLUMNS[known.mode]}
+        # Columns that others added may stay.
+        if not new <= old or any(name in own or not name for name, _ in old - new):
             raise rejected(
                 str(schema),
                 f"its columns changed, and other objects at the destination depend on {place}",
@@ -257,10 +268,10 @@ def _keep_deleted(session: Session, generation: Target, layout: Layout, before: 
         if any(attnum not in known.names for attnum in key):
             return
         own = [quote_identifier(layout.names[attnum]) for attnum in key]
-        old = [quote_identifier(known.names[attnum]) for attnum in key]
+        old = [f"o.{quote_identifier(known.names[attnum])}::{layout.types[attnum]}" for attnum in key]
         operators = equality(session, generation, layout)
         matched = zip(own, operators, old, strict=True)
-        same = " and ".join(f"g.{one} {operator} o.{other}" for one, operator, other in matched)
+        same = " and ".join(f"g.{one} {operator} {other}" for one, operator, other in matched)
         session.run(f"analyze {generation.sql}")
         condition = f"not exists (select from {generation.sql} g where {same})"
         source = f"{before.sql} o"

@@ -20,6 +20,7 @@ from psycopg.rows import tuple_row
 
 from penstock.destinations.refusals import out_of_reach, rejected, unusable
 from penstock.errors import (
+    RESYNC,
     ConfigError,
     DestinationUnavailable,
     PenstockError,
@@ -37,7 +38,16 @@ _IDLE = 4
 _LOCKED = "55P03"
 _READ_ONLY = "25006"
 _DEPENDENTS = "2BP01"
+_ALTERED = frozenset({"42P01", "42703"})
 _REFUSED = frozenset({"42501", "28000", "28P01", "3D000", "0LP01"})
+_READING = {
+    "array_nulls": "on",
+    "xmloption": "content",
+    "standard_conforming_strings": "on",
+    # Any other level only adds failures: the row of a table in the control schema is locked first.
+    "default_transaction_isolation": "read committed",
+}
+"""How a session reads values and literals, whatever the database or role says."""
 _DURABLE = "select set_config('synchronous_commit', 'on', false) where current_setting('synchronous_commit') = 'off'"
 _GRANTS = (
     "Grant the role create on the database, or create and usage on its schemas; Penstock must own the tables it writes."
@@ -71,9 +81,9 @@ class Server:
         _give(self, session)
 
     @contextmanager
-    def transaction(self) -> Iterator[Session]:
-        """Run the block in one transaction."""
-        with self.session() as session:
+    def transaction(self, table: str | None = None) -> Iterator[Session]:
+        """Run the block in one transaction. `table` is the table that its errors concern, also those of the commit."""
+        with self.session() as session, self.translated(session.connection, table):
             yield session
             session.connection.commit()
 
@@ -90,8 +100,8 @@ class Server:
         """Open a connection that is not in autocommit mode."""
         parameters = {
             **NO_TIMEOUTS,
+            **_READING,
             "lock_timeout": str(max(1, round(self.lock_timeout * 1000))),
-            "standard_conforming_strings": "on",
         }
         try:
             connection = connect(self.settings, Role.DESTINATION, parameters=parameters)
@@ -126,6 +136,9 @@ class Server:
         about = error.diag.constraint_name or error.diag.column_name or error.diag.datatype_name
         what = f"{self.location} refused a statement (SQLSTATE {state or 'unknown'}{f', {about}' if about else ''})"
         hint = "The server's log has the statement. Correct the cause, then run: penstock rollback."
+        if state in _ALTERED:
+            what = f"the table or one of its columns no longer exists at {self.location}"
+            hint = f"Copy the table again: {RESYNC}."
         if state == _DEPENDENTS:
             what = f"other objects at {self.location} depend on the table or its column"
             hint = "Drop these views or constraints, or create them again, then run: penstock rollback."
