@@ -10,6 +10,7 @@ gets the rows of the new one; otherwise the new table takes its name.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psycopg
@@ -34,13 +35,16 @@ from penstock.destinations.postgres.server import Server, Session
 from penstock.destinations.refusals import fenced_copy, rejected, unexpected
 from penstock.destinations.row_groups import group_batches
 from penstock.lsn import Lsn
-from penstock.schema import TableSchema, quote_identifier
+from penstock.schema import TableSchema, quote_identifier, quote_literal
+from penstock.source.indexes import SourceIndex
 
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 16 << 20
 _NAME_BYTES = 63
-_DEPENDENTS = """
+_MADE = "created by Penstock for the index "
+"""Begins the comment on an index that a later copy may replace; the index's name at the source follows."""
+_DEPENDENTS = f"""
     select exists (
         select from pg_catalog.pg_depend d
         where d.refclassid = 'pg_catalog.pg_class'::regclass and d.refobjid = %(table)s and d.deptype = 'n'
@@ -49,6 +53,7 @@ _DEPENDENTS = """
         select from pg_catalog.pg_publication_rel p where p.prrelid = %(table)s
     ) or exists (
         select from pg_catalog.pg_index i where i.indrelid = %(table)s and not i.indisprimary
+          and not pg_catalog.starts_with(coalesce(pg_catalog.obj_description(i.indexrelid, 'pg_class'), ''), '{_MADE}')
     ) or exists (
         select from pg_catalog.pg_constraint c
         where c.confrelid = %(table)s or (c.conrelid = %(table)s and c.contype not in ('p', 'n'))
@@ -143,6 +148,27 @@ def add_key(session: Session, generation: Target, layout: Layout) -> None:
         session.run(f"alter table {generation.sql} add primary key ({listed})")
 
 
+def add_indexes(session: Session, before: Target | None, generation: Target, indexes: Sequence[SourceIndex]) -> None:
+    """Give the new table the indexes of the source; a repeated call does nothing.
+
+    An index that the destination cannot have (a function, a type or a column is missing) is left out. A table that
+    stays has its indexes.
+    """
+    if before is not None and _stays(session, before):
+        return
+    for number, index in enumerate(indexes):
+        made = Target(generation.namespace, f"{generation.name}_{number}")
+        if session.rows("select 1 where pg_catalog.to_regclass(%s) is not null", [made.sql]):
+            continue
+        session.run("savepoint penstock_index")
+        try:
+            session.run(f"create index {quote_identifier(made.name)} on {generation.sql} {index.definition}")
+            session.run(f"comment on index {made.sql} is {quote_literal(_MADE + index.name)}")
+        except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
+            session.run("rollback to savepoint penstock_index")
+            logger.warning("index left out index=%s table=%s sqlstate=%s", index.name, generation, error.sqlstate)
+
+
 def finish_copy(session: Session, control: Control, known: Known, target: CopyTarget, lineage: str, epoch: int) -> None:
     """Put the new table in its place and record its position, in the session's transaction."""
     assert known.target is not None
@@ -167,8 +193,7 @@ def _put(
     session: Session, schema: TableSchema, generation: Target, layout: Layout, place: Target, known: Layout | None
 ) -> None:
     create_schema(session, place.namespace)
-    oid = session.rows("select pg_catalog.to_regclass(%s)::oid::int8", [place.sql])[0][0]
-    if oid is not None and session.rows(_DEPENDENTS.replace("%(table)s", str(int(oid))))[0][0]:
+    if _stays(session, place):
         new, old = (set(_definition(session, table)) for table in (generation, place))
         own = set() if known is None else {*known.names.values(), *OWN_COLUMNS[known.mode]}
         # Columns that others added may stay.
@@ -184,9 +209,14 @@ def _put(
         session.run(f"insert into {place.sql} ({listed}) select {listed} from {generation.sql}")
         session.run(f"drop table {generation.sql}")
         return
-    if oid is not None:
-        session.run(f"drop table {place.sql}")
+    session.run(f"drop table if exists {place.sql}")
     _rename(session, generation, place)
+
+
+def _stays(session: Session, table: Target) -> bool:
+    """Return True if a table exists that others depend on."""
+    ((oid,),) = session.rows("select pg_catalog.to_regclass(%s)::oid::int8", [table.sql])
+    return oid is not None and session.rows(_DEPENDENTS.replace("%(table)s", str(int(oid))))[0][0]
 
 
 def _definition(session: Session, table: Target) -> list[tuple[str, str]]:
@@ -225,6 +255,23 @@ def _rename(session: Session, table: Target, to: Target) -> None:
         if is_free and len(f"{to.name}_pkey".encode()) <= _NAME_BYTES:
             natural = quote_identifier(f"{to.name}_pkey")
             session.run(f"alter table {to.sql} rename constraint {quote_identifier(name)} to {natural}")
+
+    found = session.rows(
+        """
+        select r.relname, d.name from pg_catalog.pg_index x
+        join pg_catalog.pg_class r on r.oid = x.indexrelid
+        cross join lateral (
+            select pg_catalog.substr(pg_catalog.obj_description(r.oid, 'pg_class'), pg_catalog.length(%s) + 1) as name
+            where pg_catalog.starts_with(pg_catalog.obj_description(r.oid, 'pg_class'), %s)
+        ) d
+        where x.indrelid = pg_catalog.to_regclass(%s) and r.relname <> d.name and not exists (
+            select from pg_catalog.pg_class other where other.relnamespace = r.relnamespace and other.relname = d.name
+        )
+        """,
+        [_MADE, _MADE, to.sql],
+    )
+    for name, natural in found:
+        session.run(f"alter index {Target(to.namespace, name).sql} rename to {quote_identifier(natural)}")
 
 
 def _drop_former(session: Session, control: Control, former: Target) -> None:

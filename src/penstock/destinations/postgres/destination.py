@@ -15,6 +15,7 @@ from penstock.destinations.postgres.apply import SLICE_ROWS, TableWork, Work, ap
 from penstock.destinations.postgres.control import Control, Known
 from penstock.destinations.postgres.copying import (
     CopyTarget,
+    add_indexes,
     add_key,
     begin_generation,
     drop_generations,
@@ -63,6 +64,7 @@ class PostgresDestination:
     | `mode` | `mirror` (default): the rows of the source; `history`: every change; `soft_delete`: deleted rows stay |
     | `transactional` | `table` (default): each table commits by itself; `batch`: all tables of a batch at once |
     | `control_schema` | the schema for what Penstock records (`penstock`) |
+    | `indexes` | `true`: copies get the indexes of the source, none of them unique (`false`) |
     | `lock_timeout` | seconds to wait for locks of other sessions (30) |
     | `commit_interval` | seconds between two batches (0.5) |
     """
@@ -77,6 +79,7 @@ class PostgresDestination:
         mode: str = "mirror",
         transactional: str = "table",
         control_schema: str = "penstock",
+        indexes: bool = False,
         lock_timeout: float = 30.0,
         commit_interval: float = 0.5,
     ) -> None:
@@ -85,6 +88,8 @@ class PostgresDestination:
             raise unusable(f"unknown mode {mode!r}", hint=f"Use {', '.join(known[:-1])} or {known[-1]}.")
         if transactional not in ("table", "batch"):
             raise unusable(f"unknown transactional {transactional!r}", hint="Use table or batch.")
+        if not isinstance(indexes, bool) or (indexes and mode == "history"):
+            raise unusable("indexes must be true or false, and false with the mode history")
         for name, value in (("lock_timeout", lock_timeout), ("commit_interval", commit_interval)):
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise unusable(f"{name} must be a number of seconds above zero")
@@ -98,6 +103,7 @@ class PostgresDestination:
         self._together = transactional == "batch"
         self._schema = schema
         self._control_schema = control_schema
+        self._indexes = indexes
         self._server = Server(settings_of(url), float(lock_timeout))
         self._context: DestinationContext | None = None
         self._reached: dict[int, Lsn] = {}
@@ -168,6 +174,10 @@ class PostgresDestination:
         counts = context.tasks.run(rows.ranges, partial(write_range, rows.reader, target), description=f"copy {schema}")
         with self._server.transaction(str(schema)) as session:
             add_key(session, generation, layout)
+        indexes = context.indexes_of(schema) if self._indexes else ()
+        if indexes:
+            with self._server.transaction(str(schema)) as session:
+                add_indexes(session, known.readable, generation, indexes)
         self._finish(control, target)
         logger.info("table copied table=%s rows=%d", schema, sum(counts))
 
