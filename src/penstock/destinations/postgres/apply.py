@@ -145,7 +145,6 @@ def _apply(session: Session, work: Work, table: TableWork) -> Target:
         if reaches(known.position, table.end):
             return target  # another run of this task has written it
         raise other_writer(table.table)
-    session.run("set constraints all deferred")
     layout = before
     for part in divide(table.steps, keeps_all=before.mode is not Mode.MIRROR, rows=SLICE_ROWS, size=SLICE_BYTES):
         may_end_here()

@@ -31,7 +31,7 @@ from penstock.destinations.postgres.layout import (
     follow,
     new_layout,
 )
-from penstock.destinations.postgres.server import Server, Session
+from penstock.destinations.postgres.server import BY_HASH, Server, Session
 from penstock.destinations.refusals import fenced_copy, rejected, unexpected
 from penstock.destinations.row_groups import group_batches
 from penstock.lsn import Lsn
@@ -137,7 +137,11 @@ def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> int
 
 def add_key(session: Session, generation: Target, layout: Layout) -> None:
     """Give the new table its primary key; a repeated call does nothing."""
-    if not layout.key or layout.mode is Mode.HISTORY:
+    if layout.mode is Mode.HISTORY:
+        return
+    if not layout.key:
+        # A database that publishes all its tables refuses to delete rows that it cannot identify.
+        session.run(f"alter table {generation.sql} replica identity full")
         return
     found = session.rows(
         "select 1 from pg_catalog.pg_index where indrelid = pg_catalog.to_regclass(%s) and indisprimary",
@@ -319,7 +323,7 @@ def _keep_deleted(session: Session, generation: Target, layout: Layout, before: 
         operators = equality(session, generation, layout)
         matched = zip(own, operators, old, strict=True)
         same = " and ".join(f"g.{one} {operator} {other}" for one, operator, other in matched)
-        session.run(f"analyze {generation.sql}")
+        session.run(f"{BY_HASH}; analyze {generation.sql}")
         condition = f"not exists (select from {generation.sql} g where {same})"
         source = f"{before.sql} o"
     else:

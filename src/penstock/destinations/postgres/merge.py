@@ -24,7 +24,7 @@ from penstock.changes.segment import UNREPRESENTABLE, Operation, Texts, field_na
 from penstock.destinations.base import SourceRows
 from penstock.destinations.postgres.encoding import Cells, cells_of, copy_text, printed
 from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Target, equality
-from penstock.destinations.postgres.server import Session
+from penstock.destinations.postgres.server import BY_HASH, BY_INDEX, Session
 from penstock.destinations.postgres.stages import Statements, has_exact_key, stage_tables
 from penstock.destinations.refusals import unknown_row
 from penstock.errors import ValuesNotSent
@@ -172,7 +172,6 @@ def _inserted(session: Session, target: Target, layout: Layout, rows: _NewRows) 
     except psycopg.errors.UniqueViolation:
         session.run("rollback to savepoint penstock_insert")
         return False
-    session.run("release savepoint penstock_insert")
     return True
 
 
@@ -199,8 +198,6 @@ def _merge(
     schema = rows.schema
     stage = stage_tables(session, target, layout, schema)
     merge = Statements(target, layout, schema, stage, equality(session, target, layout))
-    # By index, whatever the server takes the size of a temporary table for: the cost grows with the changes alone.
-    session.run("set local enable_hashjoin = off; set local enable_mergejoin = off")
     names = [*(f"c{number}" for number in range(len(rows.cells))), *(["d"] if rows.deleted_at is not None else [])]
     cells, omitted = _with_times(rows), rows.omitted
     moved = np.zeros(rows.count, np.bool_)
@@ -225,10 +222,8 @@ def _merge(
     if deletes:
         wanted = _taken(keys, schema, gone)
         session.copy(f"{stage}_keys", [f"k{number}" for number in range(len(wanted))], copy_text(wanted, len(gone)))
-    session.run("savepoint penstock_merge")
+    session.run(f"savepoint penstock_merge; {merge.delete()}" if deletes else "savepoint penstock_merge")
     try:
-        if deletes:
-            session.run(merge.delete())
         if omitted is not None:
             session.run(merge.update_in_place(omitted))
             _fetch_lost(session, merge, stage, rows, source)
@@ -337,8 +332,8 @@ def _remove_rows(session: Session, target: Target, layout: Layout, changes: Chan
     cells = [*cells_of(table, texts, schema), Cells(pa.array(net.limits))]
     staged = [f"c{number}" for number in range(len(listed))]
     session.copy(stage, [*staged, "wanted"], copy_text(cells, table.num_rows))
-    # No index helps here, and a table with a key may have been merged in this transaction before.
-    session.run("set local enable_hashjoin = on; set local enable_mergejoin = on")
+    # No index helps here.
+    session.run(BY_HASH)
     # As text: not every type has an operator for equality, and equal numbers may print differently.
     live = f" where {DELETED_AT} is null" if layout.mode is Mode.SOFT_DELETE else ""
     count = session.run(
@@ -348,5 +343,6 @@ def _remove_rows(session: Session, target: Target, layout: Layout, changes: Chan
         f"join (select row({', '.join(staged)})::text as whole, wanted from {stage}) s using (whole)"
         ") n where number <= wanted)"
     )
+    session.run(BY_INDEX)
     if count != int(net.limits.sum()):
         raise unknown_row(str(schema), "a changed or deleted row does not exist")

@@ -11,8 +11,10 @@ from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Targ
 from penstock.destinations.postgres.server import Session
 from penstock.schema import TableSchema, TypeKind, quote_identifier, resolve_domain
 
-_STAGES = 40
-"""Temporary tables that a connection keeps."""
+_STAGES = 400
+"""Tables whose temporary tables a connection keeps."""
+_DELETED = 5_000
+"""Rows that a temporary table has had before it is truncated."""
 _MOVED = "(s.o0 is distinct from null)"
 """True for a staged row whose key changed. A composite value with a NULL inside is neither NULL nor NOT NULL."""
 _EXACT = frozenset(
@@ -131,14 +133,13 @@ def stage_tables(session: Session, target: Target, layout: Layout, schema: Table
     names = [quote_identifier(layout.names[column.attnum]) for column in schema.columns]
     key = [quote_identifier(layout.names[column.attnum]) for column in schema.key]
     wanted = (target.sql, layout.mode.value, *names, "", *key, *layout.types.values())
+    tables = [f"{stage}_rows", f"{stage}_keys"]
     if session.stages.get(stage) == wanted:
-        session.run(f"truncate {stage}_rows, {stage}_keys")
+        _empty(session, tables)
         return stage
     if len(session.stages) >= _STAGES:
-        for other in session.stages:
-            session.run(f"drop table if exists {other}_rows, {other}_keys")
+        session.run("; ".join(f"drop table if exists {other}_rows, {other}_keys" for other in session.stages))
         session.stages.clear()
-    session.run(f"drop table if exists {stage}_rows, {stage}_keys")
     bases = _base_types(session, target, layout, schema)
     names = [f"{name}{bases.get(name, '')}" for name in names]
     key = [f"{name}{bases.get(name, '')}" for name in key]
@@ -146,11 +147,30 @@ def stage_tables(session: Session, target: Target, layout: Layout, schema: Table
     columns += ["null::timestamptz as d"] if layout.mode is Mode.SOFT_DELETE else []
     columns += ["null::bytea as omits", "null::int8 as n", *(f"{name} as o{number}" for number, name in enumerate(key))]
     create = f"create temporary table {stage.partition('.')[2]}"
-    session.run(f"{create}_rows as select {', '.join(columns)} from {target.sql} with no data")
     listed = ", ".join(f"{name} as k{number}" for number, name in enumerate(key))
-    session.run(f"{create}_keys as select {listed} from {target.sql} with no data")
+    session.run(
+        f"drop table if exists {', '.join(tables)}; "
+        f"{create}_rows as select {', '.join(columns)} from {target.sql} with no data; "
+        f"{create}_keys as select {listed} from {target.sql} with no data"
+    )
     session.stages[stage] = wanted
+    for table in tables:
+        session.filled.pop(table, None)
     return stage
+
+
+def _empty(session: Session, tables: Sequence[str]) -> None:
+    """Empty temporary tables. What rolls this back also forgets them.
+
+    To truncate a table takes longer than to delete a few rows, but deleted rows leave their places behind.
+    """
+    filled = [table for table in tables if table in session.filled]
+    if any(session.filled[table] > _DELETED for table in filled):
+        session.run(f"truncate {', '.join(filled)}")
+        for table in filled:
+            del session.filled[table]
+    elif filled:
+        session.run("; ".join(f"delete from {table}" for table in filled))
 
 
 def _base_types(session: Session, target: Target, layout: Layout, schema: TableSchema) -> dict[str, str]:

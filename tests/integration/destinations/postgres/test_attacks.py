@@ -15,7 +15,7 @@ from penstock.destinations.postgres import PostgresDestination
 from penstock.errors import ConfigError, DestinationUnavailable, PenstockError, TableRejected
 from penstock.schema import Column, PostgresType, TypeKind
 from penstock.testing.destinations import ScriptedSource
-from penstock.testing.destinations.contract import ITEMS, ORDERS, TEXT
+from penstock.testing.destinations.contract import ITEMS, LINES, ORDERS, TEXT
 from penstock.testing.destinations.script import make_context
 from tests.integration.destinations.postgres.writing import copy, started, write
 
@@ -297,3 +297,14 @@ def test_a_deleted_row_that_came_back_under_an_equal_key_is_alive(database, sour
     write(destination, source.batch())
     found = database.execute("select id::text, note, _deleted_at is null from mirror.orders")
     assert found == [("1.00", "new", True)]
+
+
+def test_a_database_that_publishes_all_tables_accepts_deletes_from_tables_without_a_key(database, source):
+    """Without a replica identity, the server would refuse them."""
+    database.execute("create publication everything for all tables")
+    destination = started(database)
+    copy(destination, source, LINES, [{"level": 1, "line": "a"}, {"level": 2, "line": "b"}])
+    with source.transaction() as transaction:
+        transaction.delete(LINES, {"level": 1, "line": "a"})
+    write(destination, source.batch())
+    assert database.execute("select line from mirror.lines") == [("b",)]
