@@ -31,6 +31,7 @@ from penstock.lsn import Lsn
 from penstock.output import REMINDER_SECONDS, RunningOutput, unknown_command
 from penstock.source.catalog import load_table, sort_by_size
 from penstock.source.connections import CATALOG_LIMITS, Role, connect
+from penstock.source.indexes import read_indexes
 from penstock.source.lineage import current_position
 from penstock.source.membership import Membership, changes_between
 from penstock.source.shapes import TableShape, remembering
@@ -145,6 +146,7 @@ class TablesOutput:
                     tasks=self.tasks,
                     open_session=self.open_session,
                     source_rows=SourceFetch(self.settings.source, self.settings.types, transforms),
+                    indexes_of=lambda schema: read_indexes(self.settings.source, schema.table_id),
                     transform_of=transforms.statement_of,
                     records_ddl=self.settings.ddl_trigger,
                     keeps_dropped_columns=lambda schema: (

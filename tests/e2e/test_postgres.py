@@ -234,3 +234,49 @@ def test_rules_for_columns_and_rows_hold_and_verify_agrees(database, target, tmp
         query(target, "delete from public.visits where ctid = (select min(ctid) from public.visits) returning 1")
         results = {table.table: table.result for table in house.verify(pipeline).tables}
     assert results == {"public.users": "different", "public.visits": "different", "public.accounts": "equal"}
+
+
+def test_copies_have_the_indexes_of_the_source(any_database, tmp_path):
+    database = any_database
+    target = database.server.dsn(name := database.server.create_database())
+    database.execute("create function only_here(text) returns text immutable language sql as 'select $1'")
+    database.execute('create table "on" (id int primary key, email text, price int, note text)')
+    for index in (
+        "create unique index \"my USING index\" on \"on\" (lower(email)) where note <> 'it''s'",
+        'create index on "on" using hash (price)',
+        'create index missing_there on "on" (only_here(note))',
+    ):
+        database.execute(index)
+    database.execute("create table parted (id int primary key, day date) partition by range (id)")
+    database.execute("create table part partition of parted for values from (0) to (100)")
+    database.execute("create index by_day on parted (day desc) include (id)")
+    database.execute("insert into \"on\" values (1, 'A', 1, 'n'); insert into parted values (1, 'today')")
+
+    def indexes() -> list[tuple[str, str]]:
+        with psycopg.connect(target) as connection:
+            return connection.execute(
+                "select indexname, substr(indexdef, strpos(indexdef, ' USING b') + strpos(indexdef, ' USING h')) "
+                "from pg_indexes where schemaname = 'public' order by 1"
+            ).fetchall()
+
+    wanted = [
+        ("by_day", " USING btree (day DESC) INCLUDE (id)"),
+        ("my USING index", " USING btree (lower(email)) WHERE (note <> 'it''s'::text)"),
+        ("on_pkey", " USING btree (id)"),
+        ("on_price_idx", " USING hash (price)"),
+        ("parted_pkey", " USING btree (id)"),
+    ]
+    with pipeline_into(database, tmp_path, target, indexes=True) as pipeline:
+        wait_ready(pipeline, 2)
+        assert indexes() == wanted
+        # They do not keep the table from being replaced by a new copy.
+        database.execute("alter table \"on\" alter price type text using price || '!'")
+        database.execute("insert into \"on\" values (2, 'B', '2', 'n')")
+        wait_for(lambda: rows_of(target) == [("1!",), ("2",)], "the new copy")
+        assert indexes() == wanted
+    database.server.drop_database(name)
+
+
+def rows_of(target: str) -> list[Any]:
+    with psycopg.connect(target) as connection:
+        return connection.execute('select price::text from public."on" order by id').fetchall()

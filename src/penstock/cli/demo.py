@@ -1,4 +1,4 @@
-"""`penstock demo`: replicate a small database into a lake, and compare the two.
+"""`penstock demo`: replicate a small database into a lake or another destination, and compare the two.
 
 It starts a server of its own with a small shop and constant writes, and an ordinary pipeline from a config file. The
 server is removed afterwards; config and lake stay.
@@ -6,16 +6,18 @@ server is removed afterwards; config and lake stay.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import typer
 
+from penstock.cli.demo_places import DEMO_PLACES, DemoPlace
 from penstock.cli.display import Display, opened_display, show_running
 from penstock.comparison.verification import verify_tables
 from penstock.config import Config, load_config
@@ -35,31 +37,20 @@ MARKER = ".penstock-demo"
 _COMPARISONS = 10
 _READY_SECONDS = 600.0
 """A guard against waiting forever."""
-_BEST_CUSTOMERS = """
-    select c.name, c.tier, count(distinct o.id) as orders, sum(i.quantity * i.price) as revenue
-    from delta.`{lake}/shop/customers` c
-    join delta.`{lake}/shop/orders` o on o.customer_id = c.id
-    join delta.`{lake}/shop/order_items` i on i.order_id = o.id
-    group by c.id, c.name, c.tier
-    order by revenue desc
-    limit 5
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
     rate: float
     orders: int
-    master: str
 
 
-_USUAL = _Usual(100.0, 50_000, "local[*]")
-_USUAL_SEARCH = _Usual(10.0, 5_000, NO_SPARK)
+_USUAL = _Usual(100.0, 50_000)
+_USUAL_SEARCH = _Usual(10.0, 5_000)
 """A product is in the documents of nearly all customers, and each change to its price changes all of them."""
+_REPLICA = "replica"
 _FURTHER = """
-the lake, one Delta table per folder: {place}/lake/shop
 its config: {place}/penstock.toml
-read it with Polars: {python} -c "import polars; print(polars.read_delta('{place}/lake/shop/orders'))"
 for your own server: penstock init, then penstock run
 """
 
@@ -110,30 +101,40 @@ def demo(
     master: Annotated[
         str | None,
         typer.Option(
-            help="Spark master. Default: local\\[*]; with --search, none.", metavar="MASTER", show_default=False
+            help="Spark master. Default: local\\[*] for Delta tables, otherwise none.",
+            metavar="MASTER",
+            show_default=False,
         ),
     ] = None,
+    to: Annotated[
+        str,
+        typer.Option(help=f"The destination: {', '.join(DEMO_PLACES)}.", metavar="NAME"),
+    ] = "delta",
     search: Annotated[
         bool, typer.Option("--search", help="Replicate into search documents in OpenSearch instead of a lake.")
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep running afterwards, until Ctrl-C.")] = False,
 ) -> None:
-    """Replicate a small Postgres database into Delta tables, and compare the two.
+    """Replicate a small Postgres database into Delta tables, or into what --to names, and compare the two.
 
     Starts a server on a free port of 127.0.0.1 with a shop and constant writes, copies the tables, applies changes for
-    a while, queries the lake, and compares every row of source and destination. Exits with 1 if rows differ. Needs the
+    a while, queries the copy, and compares every row of source and destination. Exits with 1 if rows differ. Needs the
     server's programs: pip install 'penstock\\[all]'.
 
     With --search it builds search documents instead: it searches, changes a row and finds its new document, rebuilds
     an index under load, and compares every document. Needs OpenSearch: make opensearch.
     """
+    if to not in DEMO_PLACES:
+        raise ConfigError(f"the demo has no destination {to!r}", hint=f"Use one of: {', '.join(DEMO_PLACES)}.")
+    if search and to != "delta":
+        raise ConfigError("--search and --to exclude each other", hint="Name one of them.")
     usual = _USUAL_SEARCH if search else _USUAL
     chosen = DemoChoice(
         seconds=seconds,
         rate=usual.rate if rate is None else rate,
         orders=usual.orders if orders is None else orders,
         folder=folder,
-        master=master or usual.master,
+        master=master or (NO_SPARK if search else DEMO_PLACES[to].master),
         keep=keep,
     )
     equal: bool | None = None
@@ -144,7 +145,7 @@ def demo(
 
             equal = run_search_demo(chosen, ending, display)
         else:
-            equal = _run_lake_demo(chosen, ending, display)
+            equal = _run_tables_demo(to, chosen, ending, display)
     if equal is False:
         raise PenstockError("source and destination differ", hint="This is a bug in Penstock: please report it.")
 
@@ -186,32 +187,44 @@ def watcher(running: Running, display: Display, ending: Ending) -> Watch:
     return watch
 
 
-def _run_lake_demo(chosen: DemoChoice, ending: Ending, display: Display) -> bool | None:
+def _run_tables_demo(to: str, chosen: DemoChoice, ending: Ending, display: Display) -> bool | None:
     binaries = find_binaries()
-    load_destination("delta")
+    load_destination(to)
     if chosen.master != NO_SPARK:
         require_spark()
-    place = fresh_folder(chosen.folder)
+    place, destination = fresh_folder(chosen.folder), DEMO_PLACES[to]
     display.say(f"starting PostgreSQL {binaries.version} in a temporary folder")
     with PostgresServer(binaries=binaries) as server:
-        server.create_database(DATABASE)
+        for database in (DATABASE, _REPLICA):
+            server.create_database(database)
         with server.connect(DATABASE) as connection:
             create_shop(connection)
             fill_shop(connection, orders=chosen.orders)
-        config = load_config(_write_config(place, server.dsn(DATABASE), chosen.master))
+        places = {"place": str(place), "replica": server.dsn(_REPLICA)}
+        options = {name: value.format(**places) for name, value in destination.options.items()}
+        config = load_config(_write_config(place, server.dsn(DATABASE), chosen.master, {"type": to, **options}))
         display.say(f"created a shop with {chosen.orders:,} orders: psql {server.dsn(DATABASE)}")
+        if to == "postgres":
+            display.say(f"its copy: psql {server.dsn(_REPLICA)}")
         with (
             ShopWriters(lambda: server.connect(DATABASE), rate=chosen.rate),
             started(config, ending, display.say) as running,
         ):
-            equal = _show(config, running, ending, display, seconds=chosen.seconds, keep=chosen.keep)
+            equal = _show(destination, config, running, ending, display, seconds=chosen.seconds, keep=chosen.keep)
     if equal:
-        display.say(_FURTHER.format(place=place, python=sys.executable).strip())
+        display.say((destination.further + _FURTHER).format(place=place, python=sys.executable).strip())
     return equal
 
 
 def _show(
-    config: Config, running: Running, ending: Ending, display: Display, *, seconds: float, keep: bool
+    place: DemoPlace,
+    config: Config,
+    running: Running,
+    ending: Ending,
+    display: Display,
+    *,
+    seconds: float,
+    keep: bool,
 ) -> bool | None:
     """The demo itself; whether all tables were equal, None if it was interrupted."""
     watch = watcher(running, display, ending)
@@ -221,8 +234,11 @@ def _show(
     watch(seconds, lambda: False)
     if ending.stop.is_set():
         return None
-    if running.session is not None:
-        _ask_the_lake(config, running.session, display)
+    best = place.best_customers(config, running.session)
+    if best is not None:
+        display.say("the best customers, queried from the copy:")
+        for name, tier, orders, revenue in best:  # five rows
+            display.say(f"  {name:<20} {tier:<8} {orders:>5} orders {revenue:>12,}")
     equal = _compare(config, running, display)
     if keep:
         display.say(f"still running; inspect it with: penstock status -c {config.path}; press Ctrl-C to stop")
@@ -238,12 +254,12 @@ def _are_ready(running: Running) -> bool:
     return bool(phases) and all(isinstance(phase, Ready) for phase in phases)
 
 
-def _write_config(place: Path, url: str, master: str) -> Path:
+def _write_config(place: Path, url: str, master: str, destination: Mapping[str, str]) -> Path:
     # Imported here: commands without Spark start without it.
     from penstock.spark.lake import delta_options
 
     path = place / "penstock.toml"
-    options = delta_options() if master != NO_SPARK else None
+    options = delta_options() if master != NO_SPARK and destination["type"] == "delta" else None
     # Spark's defaults mean hundreds of tasks for a few thousand rows.
     small = {"spark.sql.shuffle.partitions": "4", "spark.databricks.delta.snapshotPartitions": "2"}
     spark = "".join(f'"{name}" = "{value}"\n' for name, value in {**options, **small}.items()) if options else ""
@@ -259,9 +275,7 @@ publication = "{PUBLICATION}"
 manage_publication = false
 
 [destination]
-type = "delta"
-path = "lake"
-
+{"".join(f"{name} = {json.dumps(value)}" + chr(10) for name, value in destination.items())}
 [spark]
 master = "{master}"
 {spark}"""
@@ -269,24 +283,9 @@ master = "{master}"
     return path
 
 
-def _ask_the_lake(config: Config, session: Any, display: Display) -> None:
-    """Query the lake with Spark SQL."""
-    from penstock.spark.lake import delta_options
-
-    if delta_options() is None:
-        display.say(
-            "Spark's jars for Delta are missing, so the demo does not query the lake (`make setup` fetches them)"
-        )
-        return
-    lake = config.outputs[0].destination_options["path"]
-    display.say("the best customers, queried from the lake with Spark SQL:")
-    for row in session.sql(_BEST_CUSTOMERS.format(lake=lake)).collect():  # five rows
-        display.say(f"  {row.name:<20} {row.tier:<8} {row.orders:>5} orders {row.revenue:>12,}")
-
-
 def _compare(config: Config, running: Running, display: Display) -> bool:
     """Whether every row of every table is equal, at one position, while writes continue."""
-    display.say("comparing every row of source and lake, while writes continue:")
+    display.say("comparing every row of source and destination, while writes continue:")
     tables: list[str] = []
     for _ in range(_COMPARISONS):
         report = verify_tables(

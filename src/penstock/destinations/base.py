@@ -41,6 +41,7 @@ from penstock.errors import PenstockError
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 from penstock.source.bounds import Bounds
+from penstock.source.indexes import SourceIndex
 
 if TYPE_CHECKING:
     from penstock.copy import rows as postgres_rows
@@ -196,6 +197,8 @@ class DestinationContext:
     keeps_dropped_columns: Callable[[TableSchema], bool] = lambda _: False
     """Returns True if columns that the source drops stay at the destination, with NULL in new rows."""
 
+    indexes_of: Callable[[TableSchema], Sequence[SourceIndex]] = lambda _: ()
+    """Returns the indexes that a table has at the source besides its key."""
     transform_of: Callable[[TableSchema], str | None] = lambda _: None
     """Returns the `transform` of a table, in Spark SQL; None if it has none."""
     records_ddl: bool = False

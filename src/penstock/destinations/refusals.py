@@ -135,6 +135,15 @@ def not_followed(table: str, what: str) -> PenstockError:
     return SchemaNotFollowed(f"{table}: {what}", table=table)
 
 
+def gone_back(table: str) -> PenstockError:
+    """The destination lost commits; the changes between may no longer exist anywhere else."""
+    return SchemaNotFollowed(
+        f"{table}: the destination has lost changes that it had; it was restored, or a standby that lagged took over",
+        hint=f"Copy the table again: {RESYNC}.",
+        table=table,
+    )
+
+
 def takes_long(table: str, what: str) -> PenstockError:
     """Other tables must not wait while this one is written."""
     return TakesLong(f"{table}: {what}", table=table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from penstock.schema.types import PostgresType, TypeKind
@@ -69,6 +70,7 @@ def quote_literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
+@lru_cache(maxsize=1 << 16)
 def fold_case(name: str) -> str:
     """Return what names have in common that are the same to readers that ignore case, such as Spark.
 

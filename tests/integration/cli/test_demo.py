@@ -75,6 +75,39 @@ def test_the_demo_ends_with_equal_tables_and_leaves_a_lake(tmp_path, start, mast
     assert load_config(folder / "penstock.toml").pipeline.id == "demo"
 
 
+@pytest.mark.parametrize(
+    "to", ["postgres", *(pytest.param(to, marks=pytest.mark.soak) for to in ("parquet", "clickhouse"))]
+)
+@pytest.mark.timeout(900)
+def test_the_demo_has_other_destinations(tmp_path, start, to):
+    if to == "clickhouse":
+        pytest.importorskip("chdb")
+    folder = tmp_path / "demo"
+    process = start("--to", to, "--seconds", "2", "--orders", "300", "--folder", str(folder))
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    for table in ("customers", "order_items", "orders", "products", "visits"):
+        assert re.search(rf"^  shop.{table} +[\d,]+ rows, equal$", errors, re.MULTILINE), errors
+    assert to == "parquet" or len(re.findall(r"^  .* orders +[\d,.]+$", errors, re.MULTILINE)) == 5, errors
+    assert load_config(folder / "penstock.toml").outputs[0].destination_type == to
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--to", "excel"], "delta, parquet, postgres, clickhouse"),
+        (["--to", "postgres", "--search"], "exclude each other"),
+    ],
+)
+def test_the_demo_names_its_destinations(monkeypatch, capsys, arguments, says):
+    monkeypatch.setattr(sys, "argv", ["penstock", "demo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.timeout(900)
 def test_the_search_demo_ends_with_equal_documents(tmp_path, start):
     if reason := why_not():

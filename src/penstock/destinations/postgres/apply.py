@@ -20,7 +20,7 @@ from penstock.destinations.postgres.merge import merge_rows
 from penstock.destinations.postgres.server import Server, Session
 from penstock.destinations.refusals import concerns_all_tables, not_copied, other_writer, unexpected
 from penstock.destinations.table_parts import divide
-from penstock.errors import PenstockError
+from penstock.errors import DestinationUnavailable, PenstockError, TableBusy
 from penstock.lsn import Lsn, reaches
 from penstock.observe.reports import may_end_here
 from penstock.source.faults import Place
@@ -77,7 +77,7 @@ def _apply_each(work: Work) -> list[PenstockError | None]:
             continue
         try:
             may_end_here()
-            with work.server.transaction() as session, work.server.translated(session.connection, table.table):
+            with work.server.transaction(table.table) as session:
                 _apply(session, work, table)
             outcomes.append(None)
         except Exception as error:
@@ -110,8 +110,12 @@ def _committed(session: Session, work: Work, errors: dict[int, PenstockError]) -
             with work.server.translated(session.connection, table.table):
                 target = _apply(session, work, table)
         except Exception as error:
-            errors[table.table_id] = unexpected(table.table, error)
-            if concerns_all_tables(errors[table.table_id]):
+            failed = unexpected(table.table, error)
+            if isinstance(failed, TableBusy):
+                # Without this table, others might violate foreign keys to it, and stop for good.
+                raise DestinationUnavailable(f"{failed.message}; all tables of the batch wait") from None
+            errors[table.table_id] = failed
+            if concerns_all_tables(failed):
                 raise
             session.run("rollback to savepoint penstock_table")
             session.stages.clear()
@@ -141,7 +145,6 @@ def _apply(session: Session, work: Work, table: TableWork) -> Target:
         if reaches(known.position, table.end):
             return target  # another run of this task has written it
         raise other_writer(table.table)
-    session.run("set constraints all deferred")
     layout = before
     for part in divide(table.steps, keeps_all=before.mode is not Mode.MIRROR, rows=SLICE_ROWS, size=SLICE_BYTES):
         may_end_here()

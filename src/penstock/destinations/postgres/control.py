@@ -22,7 +22,7 @@ from penstock.destinations.postgres.layout import Layout, Mode, Target
 from penstock.destinations.postgres.server import Session
 from penstock.destinations.refusals import fenced_copy, foreign_table, other_writer, rejected
 from penstock.lsn import Lsn
-from penstock.schema import TableSchema, quote_identifier
+from penstock.schema import TableSchema, quote_identifier, quote_literal
 from penstock.schema.table import schema_from_json, schema_to_json
 
 _LOCK = "select pg_catalog.pg_advisory_xact_lock(1885696620)"
@@ -141,9 +141,12 @@ class Control:
         return [_known(row) for row in session.rows(query, [table_id])]
 
     def lock(self, session: Session, table_id: int, table: str, attempt: str, epoch: int) -> Known:
-        """Return the row of a table, which nobody else can change until the commit. Raise if the writer is fenced."""
-        query = f"select {_COLUMNS} from {self.tables} where pipeline = %s and table_id = %s for update"
-        found = session.rows(query, [self.pipeline, table_id])
+        """Return the row of a table, which nobody else can change until the commit. Raise if the writer is fenced.
+
+        Constraints that can be deferred are checked at the commit.
+        """
+        query = f"select {_COLUMNS} from {self.tables} where pipeline = {quote_literal(self.pipeline)}"
+        found = session.rows(f"set constraints all deferred; {query} and table_id = {table_id} for update")
         known = _known(found[0]) if found else None
         if known is None or known.attempt != attempt:
             raise fenced_copy(table, attempt)
@@ -171,6 +174,18 @@ class Control:
         before = self.load(session, [schema.table_id]).get(schema.table_id)
         if before is not None and before.epoch > epoch:
             raise other_writer(str(schema))
+        taken = session.rows(
+            f"select source from {self.tables} where pipeline = %s and table_id <> %s and namespace = %s and name = %s "
+            "and place <> %s",
+            [self.pipeline, schema.table_id, target.namespace, target.name, place],
+        )
+        if taken:
+            raise rejected(
+                str(schema),
+                f"{target} at the destination has the rows of {taken[0][0]}",
+                hint="Write {schema} in the option schema, so that each schema has tables of its own; or exclude one "
+                "of the two tables, drop its table at the destination, and run: penstock rollback.",
+            )
         # A table that gave its place to this one is copied to another.
         session.run(
             f"update {self.tables} set namespace = null, name = null, former_namespace = null, former_name = null, "

@@ -3,13 +3,14 @@
 Each range is one transaction that also records the range, so a task that runs twice writes its rows once. The new table
 is named after its attempt: late tasks of an earlier attempt cannot reach it. Readers see the old rows until the end.
 
-A table that others depend on (views, grants, indexes or constraints that Penstock did not create) stays, and gets the
-rows of the new one; otherwise the new table takes its name.
+A table that others depend on (views, grants, indexes, constraints or defaults that Penstock did not create) stays, and
+gets the rows of the new one; otherwise the new table takes its name.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psycopg
@@ -30,17 +31,20 @@ from penstock.destinations.postgres.layout import (
     follow,
     new_layout,
 )
-from penstock.destinations.postgres.server import Server, Session
+from penstock.destinations.postgres.server import BY_HASH, Server, Session
 from penstock.destinations.refusals import fenced_copy, rejected, unexpected
 from penstock.destinations.row_groups import group_batches
 from penstock.lsn import Lsn
-from penstock.schema import TableSchema, quote_identifier
+from penstock.schema import TableSchema, quote_identifier, quote_literal
+from penstock.source.indexes import SourceIndex
 
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 16 << 20
 _NAME_BYTES = 63
-_DEPENDENTS = """
+_MADE = "created by Penstock for the index "
+"""Begins the comment on an index that a later copy may replace; the index's name at the source follows."""
+_DEPENDENTS = f"""
     select exists (
         select from pg_catalog.pg_depend d
         where d.refclassid = 'pg_catalog.pg_class'::regclass and d.refobjid = %(table)s and d.deptype = 'n'
@@ -49,12 +53,22 @@ _DEPENDENTS = """
         select from pg_catalog.pg_publication_rel p where p.prrelid = %(table)s
     ) or exists (
         select from pg_catalog.pg_index i where i.indrelid = %(table)s and not i.indisprimary
+          and not pg_catalog.starts_with(coalesce(pg_catalog.obj_description(i.indexrelid, 'pg_class'), ''), '{_MADE}')
     ) or exists (
         select from pg_catalog.pg_constraint c
         where c.confrelid = %(table)s or (c.conrelid = %(table)s and c.contype not in ('p', 'n'))
     ) or exists (
         select from pg_catalog.pg_trigger t where t.tgrelid = %(table)s and not t.tgisinternal
-    ) or (select c.relacl is not null from pg_catalog.pg_class c where c.oid = %(table)s)
+    ) or exists (
+        select from pg_catalog.pg_attribute a
+        where a.attrelid = %(table)s and a.attnum > 0 and not a.attisdropped
+          and (a.attacl is not null or a.atthasdef or a.attidentity <> '')
+    ) or exists (
+        select from pg_catalog.pg_statistic_ext s where s.stxrelid = %(table)s
+    ) or (
+        select c.relacl is not null or c.relrowsecurity or c.reloptions is not null
+        from pg_catalog.pg_class c where c.oid = %(table)s
+    )
 """
 
 
@@ -102,10 +116,7 @@ def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> int
     schema, layout = target.schema, target.layout
     rows = 0
     try:
-        with (
-            target.server.transaction() as session,
-            target.server.translated(session.connection, str(schema)),
-        ):
+        with target.server.transaction(str(schema)) as session:
             if not target.control.take_range(session, schema.table_id, target.attempt, part.index):
                 return 0
             columns = copied_columns(layout) if layout.mode is Mode.HISTORY else layout.columns
@@ -126,7 +137,11 @@ def write_range(reader: RangeReader, target: CopyTarget, part: CopyRange) -> int
 
 def add_key(session: Session, generation: Target, layout: Layout) -> None:
     """Give the new table its primary key; a repeated call does nothing."""
-    if not layout.key or layout.mode is Mode.HISTORY:
+    if layout.mode is Mode.HISTORY:
+        return
+    if not layout.key:
+        # A database that publishes all its tables refuses to delete rows that it cannot identify.
+        session.run(f"alter table {generation.sql} replica identity full")
         return
     found = session.rows(
         "select 1 from pg_catalog.pg_index where indrelid = pg_catalog.to_regclass(%s) and indisprimary",
@@ -135,6 +150,27 @@ def add_key(session: Session, generation: Target, layout: Layout) -> None:
     if not found:
         listed = ", ".join(map(quote_identifier, layout.key))
         session.run(f"alter table {generation.sql} add primary key ({listed})")
+
+
+def add_indexes(session: Session, before: Target | None, generation: Target, indexes: Sequence[SourceIndex]) -> None:
+    """Give the new table the indexes of the source; a repeated call does nothing.
+
+    An index that the destination cannot have (a function, a type or a column is missing) is left out. A table that
+    stays has its indexes.
+    """
+    if before is not None and _stays(session, before):
+        return
+    for number, index in enumerate(indexes):
+        made = Target(generation.namespace, f"{generation.name}_{number}")
+        if session.rows("select 1 where pg_catalog.to_regclass(%s) is not null", [made.sql]):
+            continue
+        session.run("savepoint penstock_index")
+        try:
+            session.run(f"create index {quote_identifier(made.name)} on {generation.sql} {index.definition}")
+            session.run(f"comment on index {made.sql} is {quote_literal(_MADE + index.name)}")
+        except (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError) as error:
+            session.run("rollback to savepoint penstock_index")
+            logger.warning("index left out index=%s table=%s sqlstate=%s", index.name, generation, error.sqlstate)
 
 
 def finish_copy(session: Session, control: Control, known: Known, target: CopyTarget, lineage: str, epoch: int) -> None:
@@ -150,18 +186,22 @@ def finish_copy(session: Session, control: Control, known: Known, target: CopyTa
     else:
         if is_known and before is not None and known.layout is not None and layout.mode is Mode.SOFT_DELETE:
             _keep_deleted(session, target.generation, layout, before, known.layout)
-        _put(session, schema, target.generation, layout, place)
+        _put(session, schema, target.generation, layout, place, known.layout)
         if before is not None and before != place:
             _drop_former(session, control, before)
     control.complete(session, schema.table_id, target.attempt)
     control.move(session, schema.table_id, position=target.position, lineage=lineage, epoch=epoch, layout=layout)
 
 
-def _put(session: Session, schema: TableSchema, generation: Target, layout: Layout, place: Target) -> None:
+def _put(
+    session: Session, schema: TableSchema, generation: Target, layout: Layout, place: Target, known: Layout | None
+) -> None:
     create_schema(session, place.namespace)
-    oid = session.rows("select pg_catalog.to_regclass(%s)::oid::int8", [place.sql])[0][0]
-    if oid is not None and session.rows(_DEPENDENTS.replace("%(table)s", str(int(oid))))[0][0]:
-        if _definition(session, place) != _definition(session, generation):
+    if _stays(session, place):
+        new, old = (set(_definition(session, table)) for table in (generation, place))
+        own = set() if known is None else {*known.names.values(), *OWN_COLUMNS[known.mode]}
+        # Columns that others added may stay.
+        if not new <= old or any(name in own or not name for name, _ in old - new):
             raise rejected(
                 str(schema),
                 f"its columns changed, and other objects at the destination depend on {place}",
@@ -173,9 +213,14 @@ def _put(session: Session, schema: TableSchema, generation: Target, layout: Layo
         session.run(f"insert into {place.sql} ({listed}) select {listed} from {generation.sql}")
         session.run(f"drop table {generation.sql}")
         return
-    if oid is not None:
-        session.run(f"drop table {place.sql}")
+    session.run(f"drop table if exists {place.sql}")
     _rename(session, generation, place)
+
+
+def _stays(session: Session, table: Target) -> bool:
+    """Return True if a table exists that others depend on."""
+    ((oid,),) = session.rows("select pg_catalog.to_regclass(%s)::oid::int8", [table.sql])
+    return oid is not None and session.rows(_DEPENDENTS.replace("%(table)s", str(int(oid))))[0][0]
 
 
 def _definition(session: Session, table: Target) -> list[tuple[str, str]]:
@@ -214,6 +259,23 @@ def _rename(session: Session, table: Target, to: Target) -> None:
         if is_free and len(f"{to.name}_pkey".encode()) <= _NAME_BYTES:
             natural = quote_identifier(f"{to.name}_pkey")
             session.run(f"alter table {to.sql} rename constraint {quote_identifier(name)} to {natural}")
+
+    found = session.rows(
+        """
+        select r.relname, d.name from pg_catalog.pg_index x
+        join pg_catalog.pg_class r on r.oid = x.indexrelid
+        cross join lateral (
+            select pg_catalog.substr(pg_catalog.obj_description(r.oid, 'pg_class'), pg_catalog.length(%s) + 1) as name
+            where pg_catalog.starts_with(pg_catalog.obj_description(r.oid, 'pg_class'), %s)
+        ) d
+        where x.indrelid = pg_catalog.to_regclass(%s) and r.relname <> d.name and not exists (
+            select from pg_catalog.pg_class other where other.relnamespace = r.relnamespace and other.relname = d.name
+        )
+        """,
+        [_MADE, _MADE, to.sql],
+    )
+    for name, natural in found:
+        session.run(f"alter index {Target(to.namespace, name).sql} rename to {quote_identifier(natural)}")
 
 
 def _drop_former(session: Session, control: Control, former: Target) -> None:
@@ -257,11 +319,11 @@ def _keep_deleted(session: Session, generation: Target, layout: Layout, before: 
         if any(attnum not in known.names for attnum in key):
             return
         own = [quote_identifier(layout.names[attnum]) for attnum in key]
-        old = [quote_identifier(known.names[attnum]) for attnum in key]
+        old = [f"o.{quote_identifier(known.names[attnum])}::{layout.types[attnum]}" for attnum in key]
         operators = equality(session, generation, layout)
         matched = zip(own, operators, old, strict=True)
-        same = " and ".join(f"g.{one} {operator} o.{other}" for one, operator, other in matched)
-        session.run(f"analyze {generation.sql}")
+        same = " and ".join(f"g.{one} {operator} {other}" for one, operator, other in matched)
+        session.run(f"{BY_HASH}; analyze {generation.sql}")
         condition = f"not exists (select from {generation.sql} g where {same})"
         source = f"{before.sql} o"
     else:

@@ -15,6 +15,7 @@ from penstock.destinations.postgres.apply import SLICE_ROWS, TableWork, Work, ap
 from penstock.destinations.postgres.control import Control, Known
 from penstock.destinations.postgres.copying import (
     CopyTarget,
+    add_indexes,
     add_key,
     begin_generation,
     drop_generations,
@@ -28,6 +29,7 @@ from penstock.destinations.postgres.server import Server, Session, close_idle, s
 from penstock.destinations.refusals import (
     fenced_copy,
     foreign_table,
+    gone_back,
     rejected,
     unexpected,
     unusable,
@@ -39,7 +41,7 @@ from penstock.destinations.table_parts import (
     left_of,
     require_writable,
 )
-from penstock.errors import PenstockError, TableBusy
+from penstock.errors import DestinationUnavailable, PenstockError, TableBusy
 from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 
@@ -62,6 +64,7 @@ class PostgresDestination:
     | `mode` | `mirror` (default): the rows of the source; `history`: every change; `soft_delete`: deleted rows stay |
     | `transactional` | `table` (default): each table commits by itself; `batch`: all tables of a batch at once |
     | `control_schema` | the schema for what Penstock records (`penstock`) |
+    | `indexes` | `true`: copies get the indexes of the source, none of them unique (`false`) |
     | `lock_timeout` | seconds to wait for locks of other sessions (30) |
     | `commit_interval` | seconds between two batches (0.5) |
     """
@@ -76,6 +79,7 @@ class PostgresDestination:
         mode: str = "mirror",
         transactional: str = "table",
         control_schema: str = "penstock",
+        indexes: bool = False,
         lock_timeout: float = 30.0,
         commit_interval: float = 0.5,
     ) -> None:
@@ -84,19 +88,26 @@ class PostgresDestination:
             raise unusable(f"unknown mode {mode!r}", hint=f"Use {', '.join(known[:-1])} or {known[-1]}.")
         if transactional not in ("table", "batch"):
             raise unusable(f"unknown transactional {transactional!r}", hint="Use table or batch.")
+        if not isinstance(indexes, bool) or (indexes and mode == "history"):
+            raise unusable("indexes must be true or false, and false with the mode history")
         for name, value in (("lock_timeout", lock_timeout), ("commit_interval", commit_interval)):
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise unusable(f"{name} must be a number of seconds above zero")
         if not schema or not control_schema or len(control_schema.encode()) > _NAME_BYTES:
             raise unusable("schema and control_schema must be names of schemas", hint="The default is {schema}.")
+        if "%" in control_schema:
+            raise unusable("control_schema cannot contain %", hint="The default is penstock.")
         self.commit_interval = float(commit_interval)
         """Seconds between two batches, unless more than one batch of changes is waiting."""
         self._mode = Mode(mode)
         self._together = transactional == "batch"
         self._schema = schema
         self._control_schema = control_schema
+        self._indexes = indexes
         self._server = Server(settings_of(url), float(lock_timeout))
         self._context: DestinationContext | None = None
+        self._reached: dict[int, Lsn] = {}
+        """How far this process has seen each table."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -137,7 +148,8 @@ class PostgresDestination:
         context = self._started
         control = self._control(context.pipeline_id)
         place = context.take_folder(schema)
-        with self._server.transaction() as session, self._server.translated(session.connection, str(schema)):
+        self._reached.pop(schema.table_id, None)
+        with self._server.transaction(str(schema)) as session:
             control.require_other(session, schema, context.store.ancestry.current.database)
             known = control.load(session)
             target = self._target(schema, place, known)
@@ -148,7 +160,7 @@ class PostgresDestination:
         """See `Destination`."""
         context = self._started
         control = self._control(context.pipeline_id)
-        with self._server.transaction() as session, self._server.translated(session.connection, str(schema)):
+        with self._server.transaction(str(schema)) as session:
             known = require_begun(control.load(session, [schema.table_id]).get(schema.table_id), schema, rows.attempt)
             if known.is_copied:
                 if known.position != rows.position:
@@ -160,8 +172,12 @@ class PostgresDestination:
             self._server, control, schema, rows.attempt, rows.position, rows.arrow_schema, generation, layout
         )
         counts = context.tasks.run(rows.ranges, partial(write_range, rows.reader, target), description=f"copy {schema}")
-        with self._server.transaction() as session, self._server.translated(session.connection, str(schema)):
+        with self._server.transaction(str(schema)) as session:
             add_key(session, generation, layout)
+        indexes = context.indexes_of(schema) if self._indexes else ()
+        if indexes:
+            with self._server.transaction(str(schema)) as session:
+                add_indexes(session, known.readable, generation, indexes)
         self._finish(control, target)
         logger.info("table copied table=%s rows=%d", schema, sum(counts))
 
@@ -170,16 +186,17 @@ class PostgresDestination:
         schema = target.schema
         for turn in range(_SWAPS):
             try:
-                with self._server.transaction() as session, self._server.translated(session.connection, str(schema)):
+                with self._server.transaction(str(schema)) as session:
                     known = control.lock(session, schema.table_id, str(schema), target.attempt, self._started.epoch)
                     if not known.is_copied:
                         known = require_begun(known, schema, target.attempt)
                         finish_copy(session, control, known, target, self._started.lineage, self._started.epoch)
                 return
-            except TableBusy:
+            except (TableBusy, DestinationUnavailable):
+                # Also a deadlock with readers, and a server that restarts.
                 if turn == _SWAPS - 1:
                     raise
-                logger.info("copy is complete and waits for a lock on the table that it replaces table=%s", schema)
+                logger.info("copy is complete and waits to take the place of the table table=%s", schema)
                 time.sleep(1.0)
 
     def write_events(self, batch: EventBatch) -> WriteHandle:
@@ -218,6 +235,8 @@ class PostgresDestination:
             for table, error in zip(item.tables, results, strict=True):
                 if error is not None:
                     errors[table.table_id] = error
+                else:
+                    self._reached[table.table_id] = table.end
         return completed(WriteResult.failures(errors))
 
     def position(self, table_id: int) -> Lsn | None:
@@ -299,6 +318,9 @@ class PostgresDestination:
         """Return a table's part of the work; None if the table has all of it. Raise the error that stops the table."""
         context = self._started
         known, position = require_writable(changes, known, context, self._mode)
+        if (reached := self._reached.get(changes.table_id)) is not None and not reaches(position, reached):
+            raise gone_back(changes.table)
+        self._reached[changes.table_id] = position
         left = left_of(batch, changes, position, shared_rows=_SHARED_ROWS)
         if left is None:
             return None

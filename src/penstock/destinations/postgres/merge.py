@@ -24,7 +24,8 @@ from penstock.changes.segment import UNREPRESENTABLE, Operation, Texts, field_na
 from penstock.destinations.base import SourceRows
 from penstock.destinations.postgres.encoding import Cells, cells_of, copy_text, printed
 from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Target, equality
-from penstock.destinations.postgres.server import Session
+from penstock.destinations.postgres.server import BY_HASH, BY_INDEX, Session
+from penstock.destinations.postgres.stages import Statements, has_exact_key, stage_tables
 from penstock.destinations.refusals import unknown_row
 from penstock.errors import ValuesNotSent
 from penstock.schema import TableSchema, quote_identifier
@@ -32,8 +33,6 @@ from penstock.schema import TableSchema, quote_identifier
 logger = logging.getLogger(__name__)
 
 _TIME = pa.timestamp("us", "UTC")
-_STAGES = 40
-"""Temporary tables that a connection keeps."""
 
 
 def merge_rows(session: Session, target: Target, layout: Layout, step: Rows, source: SourceRows | None) -> None:
@@ -173,7 +172,6 @@ def _inserted(session: Session, target: Target, layout: Layout, rows: _NewRows) 
     except psycopg.errors.UniqueViolation:
         session.run("rollback to savepoint penstock_insert")
         return False
-    session.run("release savepoint penstock_insert")
     return True
 
 
@@ -197,39 +195,60 @@ def _merge(
     source: SourceRows | None,
 ) -> None:
     """Write rows of a table with a key by way of temporary tables."""
-    stage = _stage(session, target, layout, rows.schema)
-    merge = _Statements(target, layout, rows.schema, stage, equality(session, target, layout))
-    # By index, whatever the server takes the size of a temporary table for: the cost grows with the changes alone.
-    session.run("set local enable_hashjoin = off; set local enable_mergejoin = off")
+    schema = rows.schema
+    stage = stage_tables(session, target, layout, schema)
+    merge = Statements(target, layout, schema, stage, equality(session, target, layout))
     names = [*(f"c{number}" for number in range(len(rows.cells))), *(["d"] if rows.deleted_at is not None else [])]
     cells, omitted = _with_times(rows), rows.omitted
     moved = np.zeros(rows.count, np.bool_)
+    deletes = len(gone) > 0 and layout.mode is Mode.MIRROR
     if omitted is not None:
         some = np.asarray(omitted.any(axis=1), np.bool_)
-        moved = some & (rows.previous != rows.own) & ~rows.unknown
-        origins = _taken(keys, rows.schema, np.where(moved, rows.previous, -1))
+        moved = some & ~rows.unknown
+        if has_exact_key(schema) or not deletes:
+            moved &= rows.previous != rows.own
+        # Otherwise the key of a row that stays may equal one that is gone, and its values go with that.
+        origins = _taken(keys, schema, np.where(moved, rows.previous, -1))
         bits = _bitmaps(np.packbits(omitted, axis=1, bitorder="little"), some)
         more = [*cells, Cells(bits), Cells(pa.array(np.arange(rows.count))), *origins]
         known = np.flatnonzero(~rows.unknown)
         cells = more if len(known) == rows.count else [each.take(pa.array(known)) for each in more]
-        names = [*names, "omits", "n", *(f"o{number}" for number in range(len(rows.schema.key)))]
+        names = [*names, "omits", "n", *(f"o{number}" for number in range(len(schema.key)))]
     session.copy(f"{stage}_rows", names, copy_text(cells, len(cells[0].array)))
+    if layout.mode is Mode.SOFT_DELETE and not has_exact_key(schema):
+        session.run(merge.forget_renamed())
     if omitted is not None and moved.any():
-        session.run(merge.fill(omitted))
-    if len(gone) and layout.mode is Mode.MIRROR:
-        wanted = _taken(keys, rows.schema, gone)
+        session.run(merge.fill(omitted, moved=True))
+    if deletes:
+        wanted = _taken(keys, schema, gone)
         session.copy(f"{stage}_keys", [f"k{number}" for number in range(len(wanted))], copy_text(wanted, len(gone)))
-        session.run(merge.delete())
-    if omitted is not None:
-        session.run(merge.update_in_place(omitted))
-        lost = [number for (number,) in session.rows(merge.lost())]
-        missing = np.concatenate([np.flatnonzero(rows.unknown), np.array(lost, np.int64)])
-        if len(missing):
-            found, count = _fetched(rows, missing, source)
-            own = [f"c{number}" for number in range(len(found))]
-            session.copy(f"{stage}_rows", own, copy_text(found, count))
-    if session.run(merge.update()) < rows.count:
+    session.run(f"savepoint penstock_merge; {merge.delete()}" if deletes else "savepoint penstock_merge")
+    try:
+        if omitted is not None:
+            session.run(merge.update_in_place(omitted))
+            _fetch_lost(session, merge, stage, rows, source)
+        if session.run(merge.update()) < rows.count:
+            session.run(merge.insert())
+    except psycopg.errors.UniqueViolation:
+        # Rows may exchange values of a unique index; between two statements none of them may have both.
+        session.run("rollback to savepoint penstock_merge")
+        if omitted is not None:
+            session.run(merge.fill(omitted, moved=False))
+            _fetch_lost(session, merge, stage, rows, source)
+        if deletes:
+            session.run(merge.delete())
+        session.run(merge.delete_staged())
         session.run(merge.insert())
+
+
+def _fetch_lost(session: Session, merge: Statements, stage: str, rows: _NewRows, source: SourceRows | None) -> None:
+    """Stage the rows whose omitted values neither the changes nor the table have."""
+    lost = [number for (number,) in session.rows(merge.lost())]
+    missing = np.concatenate([np.flatnonzero(rows.unknown), np.array(lost, np.int64)])
+    if len(missing):
+        found, count = _fetched(rows, missing, source)
+        own = [f"c{number}" for number in range(len(found))]
+        session.copy(f"{stage}_rows", own, copy_text(found, count))
 
 
 def _fetched(rows: _NewRows, missing: NDArray[np.int64], source: SourceRows | None) -> tuple[list[Cells], int]:
@@ -264,86 +283,6 @@ def _fetched(rows: _NewRows, missing: NDArray[np.int64], source: SourceRows | No
     return [each.take(kept) for each in found], len(kept)
 
 
-class _Statements:
-    """The statements that take temporary tables over into a table with a key."""
-
-    def __init__(
-        self, target: Target, layout: Layout, schema: TableSchema, stage: str, operators: Sequence[str]
-    ) -> None:
-        self._target = target.sql
-        self._stage = stage
-        self._names = [quote_identifier(layout.names[column.attnum]) for column in schema.columns]
-        places = {column.attnum: number for number, column in enumerate(schema.columns)}
-        self._key = [places[column.attnum] for column in schema.key]
-        self._operators = operators
-        self._is_soft = layout.mode is Mode.SOFT_DELETE
-
-    def fill(self, omitted: NDArray[np.bool_]) -> str:
-        """Give staged rows whose key changed the omitted values of the rows that they were."""
-        sets = self._sets(omitted, staged=True)
-        same = self._same("o{}")
-        where = f"s.o0 is not null and s.omits is not null and {same}"
-        return f"update {self._stage}_rows s set {sets}, omits = null from {self._target} t where {where}"
-
-    def delete(self) -> str:
-        """Delete the rows of keys that are gone."""
-        return f"delete from {self._target} t using {self._stage}_keys s where {self._same('k{}')}"
-
-    def update_in_place(self, omitted: NDArray[np.bool_]) -> str:
-        """Update rows with omitted values, which stay where they are."""
-        sets = self._sets(omitted, staged=False)
-        where = f"s.omits is not null and s.o0 is null and {self._same_key()}"
-        return f"update {self._target} t set {sets} from {self._stage}_rows s where {where}"
-
-    def lost(self) -> str:
-        """Find the live rows whose omitted values the table does not have."""
-        live = " and s.d is null" if self._is_soft else ""
-        return (
-            f"select s.n from {self._stage}_rows s where s.omits is not null{live} and (s.o0 is not null "
-            f"or not exists (select from {self._target} t where {self._same_key()}))"
-        )
-
-    def update(self) -> str:
-        """Update the other rows, if the table has them; without a column besides the key, only count them."""
-        sets = [f"{name} = s.c{number}" for number, name in enumerate(self._names) if number not in self._key]
-        sets += [f"{DELETED_AT} = s.d"] if self._is_soft else []
-        where = f"s.omits is null and {self._same_key()}"
-        if not sets:
-            return f"select from {self._target} t, {self._stage}_rows s where {where}"
-        return f"update {self._target} t set {', '.join(sets)} from {self._stage}_rows s where {where}"
-
-    def insert(self) -> str:
-        """Insert the rows that the table does not have."""
-        names = [*self._names, *([DELETED_AT] if self._is_soft else [])]
-        staged = [*(f"c{number}" for number in range(len(self._names))), *(["d"] if self._is_soft else [])]
-        return (
-            f"insert into {self._target} ({', '.join(names)}) select {', '.join(staged)} from {self._stage}_rows s "
-            f"where s.omits is null and not exists (select from {self._target} t where {self._same_key()})"
-        )
-
-    def _sets(self, omitted: NDArray[np.bool_], *, staged: bool) -> str:
-        """Return assignments that keep omitted values, for staged rows or those of the table."""
-        columns = np.asarray(omitted.any(axis=0), np.bool_)
-        sets: list[str] = []
-        for number, name in enumerate(self._names):
-            if columns[number]:
-                kept = f"case when get_bit(s.omits, {number}) = 1 then t.{name} else s.c{number} end"
-                sets.append(f"{f'c{number}' if staged else name} = {kept}")
-            elif not staged:
-                sets.append(f"{name} = s.c{number}")
-        return ", ".join([*sets, *([f"{DELETED_AT} = s.d"] if self._is_soft and not staged else [])])
-
-    def _same(self, pattern: str) -> str:
-        """Return the condition for rows of the table whose key is in staged columns; `{}` stands for their number."""
-        pairs = zip(self._key, self._operators, strict=True)
-        same = (f"t.{self._names[at]} {each} s.{pattern.format(number)}" for number, (at, each) in enumerate(pairs))
-        return " and ".join(same)
-
-    def _same_key(self) -> str:
-        pairs = zip(self._key, self._operators, strict=True)
-        return " and ".join(f"t.{self._names[at]} {operator} s.c{at}" for at, operator in pairs)
-
-
 def _bitmaps(bits: NDArray[np.uint8], some: NDArray[np.bool_]) -> pa.Array:
     width = bits.shape[1]
     offsets = np.arange(len(bits) + 1, dtype=np.int64) * width
@@ -364,31 +303,6 @@ def _taken(keys: tuple[pa.Table, Texts], schema: TableSchema, at: NDArray[np.int
         text = texts.get(name)
         found.append(Cells(array, types[name], None if text is None else text.take(index)))
     return found
-
-
-def _stage(session: Session, target: Target, layout: Layout, schema: TableSchema) -> str:
-    """Return the name of empty temporary tables for the rows of a table: add `_rows` or `_keys`."""
-    stage = f"pg_temp.stage_{schema.table_id}"
-    names = [quote_identifier(layout.names[column.attnum]) for column in schema.columns]
-    key = [quote_identifier(layout.names[column.attnum]) for column in schema.key]
-    wanted = (target.sql, layout.mode.value, *names, "", *key, *layout.types.values())
-    if session.stages.get(stage) == wanted:
-        session.run(f"truncate {stage}_rows, {stage}_keys")
-        return stage
-    if len(session.stages) >= _STAGES:
-        for other in session.stages:
-            session.run(f"drop table if exists {other}_rows, {other}_keys")
-        session.stages.clear()
-    session.run(f"drop table if exists {stage}_rows, {stage}_keys")
-    columns = [f"{name} as c{number}" for number, name in enumerate(names)]
-    columns += ["null::timestamptz as d"] if layout.mode is Mode.SOFT_DELETE else []
-    columns += ["null::bytea as omits", "null::int8 as n", *(f"{name} as o{number}" for number, name in enumerate(key))]
-    create = f"create temporary table {stage.partition('.')[2]}"
-    session.run(f"{create}_rows as select {', '.join(columns)} from {target.sql} with no data")
-    listed = ", ".join(f"{name} as k{number}" for number, name in enumerate(key))
-    session.run(f"{create}_keys as select {listed} from {target.sql} with no data")
-    session.stages[stage] = wanted
-    return stage
 
 
 def _remove_rows(session: Session, target: Target, layout: Layout, changes: ChangeColumns, net: NetChanges) -> None:
@@ -418,8 +332,8 @@ def _remove_rows(session: Session, target: Target, layout: Layout, changes: Chan
     cells = [*cells_of(table, texts, schema), Cells(pa.array(net.limits))]
     staged = [f"c{number}" for number in range(len(listed))]
     session.copy(stage, [*staged, "wanted"], copy_text(cells, table.num_rows))
-    # No index helps here, and a table with a key may have been merged in this transaction before.
-    session.run("set local enable_hashjoin = on; set local enable_mergejoin = on")
+    # No index helps here.
+    session.run(BY_HASH)
     # As text: not every type has an operator for equality, and equal numbers may print differently.
     live = f" where {DELETED_AT} is null" if layout.mode is Mode.SOFT_DELETE else ""
     count = session.run(
@@ -429,5 +343,6 @@ def _remove_rows(session: Session, target: Target, layout: Layout, changes: Chan
         f"join (select row({', '.join(staged)})::text as whole, wanted from {stage}) s using (whole)"
         ") n where number <= wanted)"
     )
+    session.run(BY_INDEX)
     if count != int(net.limits.sum()):
         raise unknown_row(str(schema), "a changed or deleted row does not exist")

@@ -20,6 +20,7 @@ from psycopg.rows import tuple_row
 
 from penstock.destinations.refusals import out_of_reach, rejected, unusable
 from penstock.errors import (
+    RESYNC,
     ConfigError,
     DestinationUnavailable,
     PenstockError,
@@ -37,7 +38,23 @@ _IDLE = 4
 _LOCKED = "55P03"
 _READ_ONLY = "25006"
 _DEPENDENTS = "2BP01"
+_ALTERED = frozenset({"42P01", "42703"})
 _REFUSED = frozenset({"42501", "28000", "28P01", "3D000", "0LP01"})
+_READING = {
+    "array_nulls": "on",
+    "xmloption": "content",
+    "standard_conforming_strings": "on",
+    # Any other level only adds failures: the row of a table in the control schema is locked first.
+    "default_transaction_isolation": "read committed",
+    # Rows are found by index, whatever the server takes the size of a temporary table for: the cost grows with the
+    # changes alone.
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "jit": "off",
+}
+"""How a session reads values and finds rows, whatever the database or role says."""
+BY_HASH, BY_INDEX = (f"set local enable_hashjoin = {on}; set local enable_mergejoin = {on}" for on in ("on", "off"))
+"""For a statement that reads whole tables, and for those after it in the same transaction."""
 _DURABLE = "select set_config('synchronous_commit', 'on', false) where current_setting('synchronous_commit') = 'off'"
 _GRANTS = (
     "Grant the role create on the database, or create and usage on its schemas; Penstock must own the tables it writes."
@@ -71,9 +88,9 @@ class Server:
         _give(self, session)
 
     @contextmanager
-    def transaction(self) -> Iterator[Session]:
-        """Run the block in one transaction."""
-        with self.session() as session:
+    def transaction(self, table: str | None = None) -> Iterator[Session]:
+        """Run the block in one transaction. `table` is the table that its errors concern, also those of the commit."""
+        with self.session() as session, self.translated(session.connection, table):
             yield session
             session.connection.commit()
 
@@ -90,8 +107,8 @@ class Server:
         """Open a connection that is not in autocommit mode."""
         parameters = {
             **NO_TIMEOUTS,
+            **_READING,
             "lock_timeout": str(max(1, round(self.lock_timeout * 1000))),
-            "standard_conforming_strings": "on",
         }
         try:
             connection = connect(self.settings, Role.DESTINATION, parameters=parameters)
@@ -126,6 +143,9 @@ class Server:
         about = error.diag.constraint_name or error.diag.column_name or error.diag.datatype_name
         what = f"{self.location} refused a statement (SQLSTATE {state or 'unknown'}{f', {about}' if about else ''})"
         hint = "The server's log has the statement. Correct the cause, then run: penstock rollback."
+        if state in _ALTERED:
+            what = f"the table or one of its columns no longer exists at {self.location}"
+            hint = f"Copy the table again: {RESYNC}."
         if state == _DEPENDENTS:
             what = f"other objects at {self.location} depend on the table or its column"
             hint = "Drop these views or constraints, or create them again, then run: penstock rollback."
@@ -139,7 +159,10 @@ class Session:
     server: Server
     connection: psycopg.Connection[Any]
     stages: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """The columns of each temporary table, as they were created."""
+    """The columns of each temporary table, as they were created. Cleared when a transaction of several tables is rolled
+    back in part; after any other error the connection is closed."""
+    filled: dict[str, int] = field(default_factory=dict[str, int])
+    """How many rows were copied to a temporary table since it was created or truncated."""
 
     def is_open(self) -> bool:
         """Return False if the server has ended the session while nothing was asked."""
@@ -150,13 +173,19 @@ class Session:
         return not poll.poll(0)
 
     def run(self, statement: str, parameters: Sequence[object] | None = None) -> int:
-        """Execute a statement; return how many rows it concerned."""
-        return self.connection.execute(cast("LiteralString", statement), parameters).rowcount
+        """Execute a statement, or several; return how many rows the last one concerned."""
+        cursor = self.connection.execute(cast("LiteralString", statement), parameters)
+        while cursor.nextset():
+            pass
+        return cursor.rowcount
 
     def rows(self, query: str, parameters: Sequence[object] | None = None) -> list[tuple[Any, ...]]:
-        """Return the rows of a query. Cold: only about tables, never their data."""
+        """Return the rows of a query, the last one of several. Cold: only about tables, never their data."""
         with self.connection.cursor(row_factory=tuple_row) as cursor:
-            return cursor.execute(cast("LiteralString", query), parameters).fetchall()
+            cursor.execute(cast("LiteralString", query), parameters)
+            while cursor.nextset():
+                pass
+            return cursor.fetchall()
 
     def copy(self, target: str, columns: Sequence[str], pieces: Iterator[memoryview]) -> int:
         """Send rows to a table; return how many."""
@@ -165,6 +194,8 @@ class Session:
             with cursor.copy(cast("LiteralString", f"copy {target}{listed} from stdin")) as copy:
                 for piece in pieces:
                     copy.write(piece)
+            if target.startswith("pg_temp."):
+                self.filled[target] = self.filled.get(target, 0) + cursor.rowcount
             return cursor.rowcount
 
 

@@ -29,6 +29,9 @@ URL = "postgresql://me@127.0.0.1/x"
         ({"lock_timeout": 0}, "lock_timeout must be"),
         ({"commit_interval": True}, "commit_interval must be"),
         ({"control_schema": ""}, "must be names of schemas"),
+        ({"control_schema": "100%"}, "cannot contain %"),
+        ({"indexes": "yes"}, "indexes must be"),
+        ({"indexes": True, "mode": "history"}, "indexes must be"),
         ({"url": "postgresql://me:pass/word@host/db"}, "the URL of the destination is not a valid connection string"),
     ],
 )
@@ -46,7 +49,8 @@ def test_the_page_has_every_option_with_its_default():
         for name, each in parameters.items()
     }
     assert {name: shown.get(name) for name in expected} == {
-        name: f"{default:g}" if isinstance(default, float) else default for name, default in expected.items()
+        name: f"{default:g}" if isinstance(default, float) else "false" if default is False else default
+        for name, default in expected.items()
     }
     documented = re.findall(r"^    \| `(\w+)` \|", PostgresDestination.__doc__ or "", re.MULTILINE)
     assert documented == list(expected)
