@@ -11,7 +11,10 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+import pyarrow as pa
+
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
+from penstock.changes.segment import segment_layout
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import DestinationContext
 from penstock.destinations.batch_events import leave_out
@@ -113,6 +116,13 @@ def _slices(step: Rows, most_rows: int, most_bytes: int) -> Iterator[Rows]:
             yield replace(step, segments=step.segments[first:number])
             first, rows, size = number, segment.rows, memory
     yield replace(step, segments=step.segments[first:])
+
+
+def arrow_after(steps: Sequence[TableStep], change: SchemaChange) -> pa.Schema:
+    """Return the types of the rows that follow a schema change."""
+    after = steps[steps.index(change) + 1 :]
+    segments = next((step.segments for step in after if isinstance(step, Rows)), None)
+    return segment_layout(change.new).arrow_schema if segments is None else segments[0].arrow_schema()
 
 
 def deal_out(shares: Sequence[_Share], count: int) -> list[tuple[_Share, ...]]:
