@@ -125,8 +125,8 @@ def require_same_database(file: Path, store: Store) -> None:
         raise DestinationUnavailable(
             f"{file} is missing, although tables were copied there; is the disk mounted?",
             hint="Mount the disk, then start the pipeline again. If you deleted the file: "
-            f"python -c \"import duckdb; duckdb.connect('{file}')\", then start the pipeline and copy the tables again: "
-            f"{RESYNC}.",
+            f"python -c \"import duckdb; duckdb.connect('{file}')\", then start the pipeline and copy the tables "
+            f"again: {RESYNC}.",
         )
 
 

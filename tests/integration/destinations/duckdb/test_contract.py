@@ -14,3 +14,12 @@ class TestFile(DestinationContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Duck:
         return Duck(str(tmp_path / "lake.db"))
+
+
+class TestLake(DestinationContract):
+    """A DuckLake whose catalog is a DuckDB file; with `make ducklake`, which installs the extension."""
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Duck:
+        pytest.importorskip("duckdb_extension_ducklake")
+        return Duck(f"ducklake:{tmp_path}/lake.ducklake", {"data_path": f"{tmp_path}/data"})
