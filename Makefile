@@ -57,6 +57,11 @@ opensearch: $(STAMP) system
 bigquery-emulator: $(STAMP) ## install the BigQuery emulator, for the tests of that destination
 	@$(BIN)/python scripts/bigquery-emulator.py $(VENV)/bigquery-emulator
 
+.PHONY: ducklake
+ducklake: $(STAMP) ## run the contract of destinations on a DuckLake, with a version of DuckDB that has the extension
+	@test -d $(VENV)/ducklake || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/ducklake -r requirements/ducklake.txt
+	PYTHONPATH=$(VENV)/ducklake:src $(PYTEST) -q -n 2 tests/integration/destinations/duckdb/test_contract.py -k TestLake
+
 .PHONY: demo
 demo: $(STAMP) jars ## replicate a demo shop into Delta tables and compare every row; about a minute
 	$(BIN)/penstock demo $(ARGS)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
+from penstock.destinations.base import Capabilities
 from penstock.destinations.refusals import not_followed
 from penstock.lsn import Lsn
 from penstock.schema import ReplicaIdentity, TableSchema, quote_identifier
@@ -28,6 +29,20 @@ class Mode(StrEnum):
     MIRROR = "mirror"
     SOFT_DELETE = "soft_delete"
     HISTORY = "history"
+
+
+def table_capabilities(mode: Mode) -> Capabilities:
+    """Return what a destination can do that changes rows and position in one transaction."""
+    mirrors = mode is not Mode.HISTORY
+    return Capabilities(
+        records_position=True,
+        updates_rows=mirrors,
+        keeps_old_rows_while_copying=True,
+        fills_added_columns=mirrors,
+        accepts_unknown_rows=mirrors,
+        loses_nothing_by_a_copy=mode is Mode.MIRROR,
+        keeps_deleted_rows=mode is Mode.SOFT_DELETE,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from penstock.changes.batch import Rows, SchemaChange, TableStep
+from penstock.changes.batch import Rows, SchemaChange
 from penstock.changes.segment import (
     COMMIT_LSN,
     COMMIT_TIME,
@@ -36,9 +36,9 @@ from penstock.destinations.duckdb.merge import merge_rows
 from penstock.destinations.postgres.history import OPERATIONS, TRUNCATED, identities
 from penstock.destinations.refusals import concerns_all_tables, not_copied, other_writer, unexpected
 from penstock.destinations.table_layout import DELETED_AT, Known, Layout, Mode, Target
-from penstock.destinations.table_parts import arrow_after, divide
+from penstock.destinations.table_parts import TableWork, arrow_after, divide
 from penstock.errors import PenstockError
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import reaches
 from penstock.observe.reports import may_end_here
 from penstock.schema import quote_identifier
 
@@ -46,25 +46,6 @@ SLICE_ROWS = 500_000
 SLICE_BYTES = 64 << 20
 """The most that a task reads at once, in rows and in bytes of memory; more if one segment has more."""
 _ROWS = "penstock_rows"
-
-
-@dataclass(frozen=True, slots=True)
-class TableWork:
-    """One table's part of a batch."""
-
-    table_id: int
-    table: str
-    attempt: str
-    position: Lsn
-    """The table's position before the batch."""
-    end: Lsn
-    """Its position after it."""
-    steps: tuple[TableStep, ...]
-    keeps_dropped: bool = False
-
-    @property
-    def row_count(self) -> int:
-        return sum(segment.rows for step in self.steps if isinstance(step, Rows) for segment in step.segments)
 
 
 @dataclass(frozen=True, slots=True)

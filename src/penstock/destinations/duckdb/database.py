@@ -6,6 +6,7 @@ it to readers in between; while one of them has it open, Penstock waits.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -208,11 +209,10 @@ class Session:
 
 def _load_lake(connection: duckdb.DuckDBPyConnection) -> None:
     """Load the extension from its Python package if that is installed; otherwise ATTACH downloads it."""
-    try:
-        import duckdb_extension_ducklake as package
-    except ImportError:
+    found = importlib.util.find_spec("duckdb_extension_ducklake")
+    if found is None or found.submodule_search_locations is None:
         return
-    folder = Path(package.__path__[0]) / "extensions" / f"v{duckdb.__version__}"
+    folder = Path(found.submodule_search_locations[0]) / "extensions" / f"v{duckdb.__version__}"
     connection.execute(f"load {quote_literal(str(folder / 'ducklake.duckdb_extension'))}")
 
 

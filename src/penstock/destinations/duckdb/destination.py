@@ -13,7 +13,7 @@ from threading import RLock
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
-from penstock.destinations.duckdb.apply import SLICE_ROWS, TableWork, Work, apply_work
+from penstock.destinations.duckdb.apply import SLICE_ROWS, Work, apply_work
 from penstock.destinations.duckdb.control import Control, require_allowed
 from penstock.destinations.duckdb.copying import CopyTarget, StagedRange, clear_stage, finish_copy, write_range
 from penstock.destinations.duckdb.database import LAKE, Database, Session
@@ -21,10 +21,10 @@ from penstock.destinations.duckdb.layout import new_layout
 from penstock.destinations.duckdb.reader import PinnedTable, pin_table
 from penstock.destinations.naming import FOLDERS, Naming
 from penstock.destinations.refusals import fenced_copy, foreign_table, require_same_database, unexpected, unusable
-from penstock.destinations.table_layout import Known, Mode, Target
-from penstock.destinations.table_parts import describe_shares, is_of_this_server, left_of, require_writable
+from penstock.destinations.table_layout import Known, Mode, Target, table_capabilities
+from penstock.destinations.table_parts import TableWork, describe_shares, is_of_this_server, plan_table
 from penstock.errors import PenstockError
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import Lsn
 from penstock.schema import TableSchema
 
 logger = logging.getLogger(__name__)
@@ -90,16 +90,7 @@ class DuckDbDestination:
     @property
     def capabilities(self) -> Capabilities:
         """See `Destination`."""
-        mirrors = self._mode is not Mode.HISTORY
-        return Capabilities(
-            records_position=True,
-            updates_rows=mirrors,
-            keeps_old_rows_while_copying=True,
-            fills_added_columns=mirrors,
-            accepts_unknown_rows=mirrors,
-            loses_nothing_by_a_copy=self._mode is Mode.MIRROR,
-            keeps_deleted_rows=self._mode is Mode.SOFT_DELETE,
-        )
+        return table_capabilities(self._mode)
 
     def probe(self) -> None:
         """See `ProbedDestination`: create what the first copy would create, and roll it back."""
@@ -193,7 +184,9 @@ class DuckDbDestination:
             try:
                 if changes.table_id not in known:
                     self._refuse_foreign(control, changes)
-                work = self._plan(batch, changes, known.get(changes.table_id))
+                work = plan_table(
+                    *(batch, changes, known.get(changes.table_id), context, self._mode), shared_rows=_SHARED_ROWS
+                )
             except Exception as error:
                 errors[changes.table_id] = unexpected(changes.table, error)
                 continue
@@ -279,18 +272,6 @@ class DuckDbDestination:
     def shutdown(self) -> None:
         """See `Destination`."""
         self._known = None
-
-    def _plan(self, batch: EventBatch, changes: TableChanges, known: Known | None) -> TableWork | None:
-        """Return a table's part of the work; None if the table has all of it. Raise the error that stops the table."""
-        context = self._started
-        known, position = require_writable(changes, known, context, self._mode)
-        left = left_of(batch, changes, position, shared_rows=_SHARED_ROWS)
-        if left is None:
-            return None
-        end = position if reaches(position, batch.end) else batch.end
-        change = left.last_schema_change
-        keeps_dropped = change is not None and context.keeps_dropped_columns(change.new)
-        return TableWork(changes.table_id, changes.table, known.attempt, position, end, left.steps, keeps_dropped)
 
     def _refuse_foreign(self, control: Control, changes: TableChanges) -> None:
         with self._lock, self._database.session() as session:
