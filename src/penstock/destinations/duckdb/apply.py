@@ -34,7 +34,7 @@ from penstock.destinations.duckdb.database import Database, Session
 from penstock.destinations.duckdb.layout import follow, with_texts
 from penstock.destinations.duckdb.merge import merge_rows
 from penstock.destinations.postgres.history import OPERATIONS, TRUNCATED, identities
-from penstock.destinations.refusals import concerns_all_tables, not_copied, other_writer, unexpected
+from penstock.destinations.refusals import busy, concerns_all_tables, not_copied, unexpected
 from penstock.destinations.table_layout import DELETED_AT, Known, Layout, Mode, Target
 from penstock.destinations.table_parts import TableWork, arrow_after, divide
 from penstock.errors import PenstockError
@@ -102,7 +102,8 @@ def _apply(session: Session, work: Work, table: TableWork) -> Known:
     if known.position != table.position:
         if reaches(known.position, table.end):
             return known  # another run of this task has written it
-        raise other_writer(table.table)
+        # A task of an earlier process was faster: the position is read again.
+        raise busy(table.table)
     for part in divide(table.steps, keeps_all=layout.mode is not Mode.MIRROR, rows=SLICE_ROWS, size=SLICE_BYTES):
         may_end_here()
         match part:

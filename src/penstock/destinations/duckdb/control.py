@@ -41,6 +41,13 @@ class Control:
         """Return True if there are records of any pipeline."""
         return session.exists(_TABLES)
 
+    def take_over(self, session: Session, epoch: int) -> None:
+        """Fence off earlier processes of this pipeline, whose tasks may still wait for the file."""
+        session.run(
+            f"update {session.name(_TABLES)} set epoch = ? where pipeline = ? and epoch < ?",
+            [epoch, self.pipeline, epoch],
+        )
+
     def all(self, session: Session) -> list[Known]:
         """Return the records of all pipelines."""
         return [known_from_row(row) for row in session.rows(f"select {_COLUMNS} from {session.name(_TABLES)}")]

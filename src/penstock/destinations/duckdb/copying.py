@@ -29,7 +29,7 @@ from penstock.changes.segment import (
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.duckdb.control import Control, create_schema
 from penstock.destinations.duckdb.database import Database, Session
-from penstock.destinations.duckdb.layout import definition, extend, with_texts
+from penstock.destinations.duckdb.layout import definition, extend, sorted_texts, with_texts
 from penstock.destinations.postgres.history import BEFORE_ALL, COPIED, COPIED_AGAIN
 from penstock.destinations.refusals import unexpected
 from penstock.destinations.row_groups import group_batches, worth_a_dictionary
@@ -192,7 +192,7 @@ def _keep_deleted(session: Session, new: Target, layout: Layout, before: Target,
     taken = [f"try_cast(o.{quote_identifier(known.names[attnum])} as {layout.types[attnum]})" for attnum in shared]
     texts = ([UNREPRESENTABLE], [f"o.{UNREPRESENTABLE}"]) if known.has_texts else ([], [])
     name, old, gone = session.name(new), session.name(before), f"o.{DELETED_AT}"
-    is_known = f", o.{UNREPRESENTABLE}::varchar" if known.has_texts else ""
+    is_known = f", {sorted_texts(f'o.{UNREPRESENTABLE}')}" if known.has_texts else ""
     if key:
         pairs = [(layout.names[attnum], known.names[attnum], layout.types[attnum]) for attnum in key]
         same = [
@@ -200,13 +200,16 @@ def _keep_deleted(session: Session, new: Target, layout: Layout, before: Target,
             for one, other, type_ in pairs
         ]
         if known.has_texts:
-            own = (quote_literal(layout.names[attnum]) for attnum in key)
-            same += [f"g.{UNREPRESENTABLE}[{text}] is not distinct from o.{UNREPRESENTABLE}[{text}]" for text in own]
+            same += [
+                f"g.{UNREPRESENTABLE}[{quote_literal(one)}] is not distinct from "
+                f"o.{UNREPRESENTABLE}[{quote_literal(other)}]"
+                for one, other, _ in pairs
+            ]
         source, where = f"{old} o", f"not exists (select 1 from {name} g where {' and '.join(same)})"
     else:
         # As many of equal rows as the new copy lacks.
         whole = f"row({', '.join(taken)}{is_known})::varchar"
-        has = f", g.{UNREPRESENTABLE}::varchar" if known.has_texts else ""
+        has = f", {sorted_texts(f'g.{UNREPRESENTABLE}')}" if known.has_texts else ""
         rows = f"select row({', '.join(f'g.{each}' for each in into)}{has})::varchar as penstock_row from {name} g"
         source = (
             f"(select o.*, {whole} as penstock_row, row_number() over (partition by {whole}, {gone} is null) as "

@@ -7,11 +7,12 @@ it to readers in between; while one of them has it open, Penstock waits.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from penstock.destinations.refusals import out_of_reach, unusable
+from penstock.destinations.refusals import out_of_reach, rejected, unusable
 from penstock.destinations.table_layout import Target
-from penstock.errors import DestinationUnavailable, PenstockError, TasksFailed
+from penstock.errors import RESYNC, DestinationUnavailable, PenstockError, TasksFailed
 from penstock.schema import quote_identifier, quote_literal
 
 LAKE = "ducklake:"
@@ -44,6 +45,15 @@ class Database:
     data_path: str | None = None
     memory: str = "1GB"
     lock_timeout: float = 10.0
+
+    @classmethod
+    def of(cls, path: str, data_path: str | None, memory: str, lock_timeout: float) -> Database:
+        """Return the database of a path that may be relative: tasks run in folders of their own."""
+        if data_path is not None and "://" not in data_path:
+            data_path = os.path.abspath(data_path)
+        given = cls(path, data_path, memory, lock_timeout)
+        file = given.catalog_file
+        return given if file is None else replace(given, path=path.removesuffix(file) + os.path.abspath(file))
 
     @property
     def is_lake(self) -> bool:
@@ -116,6 +126,8 @@ class Database:
             )
             if self.is_lake:
                 _load_lake(connection)
+                if self.catalog_file is not None:
+                    connection.execute(f"set temp_directory = {quote_literal(f'{self.catalog_file}.tmp')}")
                 options = ["read_only"] if read_only else []
                 if self.data_path is not None:
                     options.append(f"data_path {quote_literal(self.data_path)}")
@@ -156,6 +168,12 @@ class Database:
             )
         if isinstance(error, duckdb.FatalException | duckdb.TransactionException) or "onflict" in text:
             return DestinationUnavailable(f"{place}: {type(error).__name__}; the batch is written again")
+        if isinstance(error, duckdb.CatalogException) and table is not None:
+            return rejected(
+                table,
+                f"its table in {self.location} is missing or has other columns",
+                hint=f"If somebody changed it, copy the table again: {RESYNC}.",
+            )
         return PenstockError(
             f"{place}: {type(error).__name__} while writing",
             hint="The text of the error is left out because it may contain data.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _NAMES = Naming(allowed=r"(?!.*___)[a-z_][a-z0-9_]*", separator="/", mark="___", max_bytes=120, case_sensitive=False)
 """DuckDB ignores the case of names."""
+_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)? ?[KMGT]i?B")
 _SHARED_ROWS = 4 * SLICE_ROWS
 """The most changes of a table in a batch that other tables share; only a large transaction has more."""
 
@@ -75,8 +77,9 @@ class DuckDbDestination:
         self.commit_interval = float(commit_interval)
         """Seconds between two batches, unless more than one batch of changes is waiting."""
         self._mode = Mode(mode)
-        where = path if path.startswith(LAKE) else os.path.abspath(path)
-        self._database = Database(where, data_path, memory, float(lock_timeout))
+        if _MEMORY.fullmatch(memory) is None:
+            raise unusable(f"memory cannot be {memory!r}", hint='Such as memory = "4GB".')
+        self._database = Database.of(path, data_path, memory, float(lock_timeout))
         beside = self._database.catalog_file
         if stage is None and beside is None:
             raise unusable("stage must be a folder of this machine", hint="It has the files of copies in progress.")
@@ -118,7 +121,9 @@ class DuckDbDestination:
             require_same_database(Path(self._database.path), context.store)
         self._context = context
         with self._database.transaction(create=True) as session:
-            self._control(context.pipeline_id).create(session)
+            control = self._control(context.pipeline_id)
+            control.create(session)
+            control.take_over(session, context.epoch)
         clear_stage(self._own_stage)
 
     def drop_table_for_copy(self, schema: TableSchema, attempt: str) -> None:

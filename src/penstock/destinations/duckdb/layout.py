@@ -82,6 +82,11 @@ def may_not_fit(type_: str) -> bool:
     return type_.endswith("[]") or type_.startswith(("decimal", "date", "time"))
 
 
+def sorted_texts(maps: str) -> str:
+    """Return an expression for maps of texts that is the same for the same texts: they have no order."""
+    return f"list_sort(map_entries({maps}))"
+
+
 def new_layout(source: TableSchema, arrow: pa.Schema, mode: Mode) -> Layout:
     """Return the layout of a table that is copied; `arrow` has its columns as in segments."""
     if not source.columns:

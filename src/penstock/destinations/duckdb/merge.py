@@ -26,7 +26,7 @@ from penstock.changes.segment import (
 )
 from penstock.destinations.base import SourceRows
 from penstock.destinations.duckdb.database import Session
-from penstock.destinations.duckdb.layout import TEXTS_TYPE, may_not_fit, with_texts
+from penstock.destinations.duckdb.layout import TEXTS_TYPE, may_not_fit, sorted_texts, with_texts
 from penstock.destinations.omitted import fetched, names_of, not_sent
 from penstock.destinations.refusals import unknown_row
 from penstock.destinations.table_layout import DELETED_AT, Layout, Mode, Target
@@ -121,7 +121,7 @@ class _Merge:
         rows = self._staged(table, texts, None).append_column("wanted", pa.array(net.limits))
         same = [self._equal(name, f"s.c{at}", type_) for at, (name, type_) in enumerate(self._cells())]
         if self._layout.has_texts:
-            same.append(f"coalesce(t.{UNREPRESENTABLE}::varchar, '') = coalesce(s.u::varchar, '')")
+            same.append(f"{sorted_texts(f't.{UNREPRESENTABLE}')} is not distinct from {sorted_texts('s.u')}")
         if self._is_soft:
             same.append(f"t.{DELETED_AT} is null")
         with self._session.staged(**{_ROWS: rows.append_column("n", pa.array(np.arange(rows.num_rows)))}):

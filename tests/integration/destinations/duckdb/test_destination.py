@@ -20,7 +20,7 @@ from penstock.destinations.duckdb import DuckDbDestination, apply
 from penstock.destinations.duckdb.control import Control
 from penstock.destinations.duckdb.copying import finish_copy, write_range
 from penstock.errors import ConfigError, DestinationUnavailable, IllegalTransition, LeaseLost, TableRejected
-from penstock.schema import TableSchema
+from penstock.schema import Column, PostgresType, ReplicaIdentity, TableSchema
 from penstock.testing.destinations import LocalTasks, ScriptedSource, make_context
 from penstock.testing.destinations.contract import ITEMS, ORDERS
 from tests.support.disks import CannotMount, SmallDisk
@@ -301,3 +301,53 @@ def test_errors_contain_no_values(duck, source, monkeypatch):
     assert error is not None
     assert "secret" not in str(error)
     assert notes(duck) == [(1, "a note")]
+
+
+def test_rows_without_a_key_are_found_by_all_their_texts(duck, source):
+    """Also if two values do not fit, and the change names them in another order; 0 is not -0."""
+    number = replace(ORDERS.columns[2], name="ends", attnum=4)
+    ratio = Column("ratio", 5, PostgresType(701, "float8"))
+    columns = tuple(replace(column, identity=True) for column in (*ORDERS.columns, number, ratio))
+    schema = replace(ORDERS, columns=tuple(replace(column, primary_key_position=None) for column in columns),
+                     replica_identity=ReplicaIdentity.FULL)  # fmt: skip
+    destination = duck.started()
+    one = order(1, "x", Unrepresentable("infinity")) | {"ends": Unrepresentable("-infinity"), "ratio": 0.0}
+    other = one | {"ratio": -0.0}
+    fits = one | {"due": None}
+    copy(destination, source, schema, [one, one, other, fits])
+    with source.transaction() as transaction:
+        transaction.delete(schema, {name: one[name] for name in ("ratio", "ends", "due", "note", "id")})
+        transaction.delete(schema, other)
+    write(destination, source.batch())
+    rows = duck.rows(schema) or []
+    assert sorted(map(str, rows)) == sorted(map(str, [one, fits]))
+
+
+def test_a_task_of_an_earlier_process_that_comes_late_changes_nothing(duck, source, monkeypatch):
+    """It waited for the file while the next process started."""
+    old = duck.started(replace(make_context(), epoch=1))
+    copy(old, source, ORDERS, [order(1)])
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, order(2))
+    batch = source.batch()
+    new = duck.started(replace(make_context(), epoch=2))
+    assert isinstance(old.write_events(batch).result().of(ORDERS.table_id).error, LeaseLost)
+    write(new, batch)
+    assert notes(duck) == [(1, "a note"), (2, "a note")]
+
+
+def test_a_table_that_somebody_dropped_stops_alone(duck, source):
+    destination = duck.started()
+    copy(destination, source, ORDERS, [order(1)])
+    copy(destination, source, ITEMS, [order(1)])
+    with duckdb.connect(duck.path) as connection:
+        connection.execute("drop table public.orders")
+    with source.transaction() as transaction:
+        transaction.insert(ORDERS, order(2))
+        transaction.insert(ITEMS, order(2))
+    result = destination.write_events(source.batch()).result(SECONDS)
+    assert isinstance(result.of(ORDERS.table_id).error, TableRejected)
+    assert result.of(ITEMS.table_id).error is None
+    assert len(duck.rows(ITEMS) or ()) == 2
+    copy(destination, source, ORDERS, [order(3)], attempt="attempt-2")
+    assert notes(duck) == [(3, "a note")]
