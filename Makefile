@@ -57,6 +57,11 @@ opensearch: $(STAMP) system
 bigquery-emulator: $(STAMP) ## install the BigQuery emulator, for the tests of that destination
 	@$(BIN)/python scripts/bigquery-emulator.py $(VENV)/bigquery-emulator
 
+.PHONY: ducklake
+ducklake: $(STAMP) ## run the contract of destinations on a DuckLake, with a version of DuckDB that has the extension
+	@test -d $(VENV)/ducklake || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/ducklake -r requirements/ducklake.txt
+	PYTHONPATH=$(VENV)/ducklake:src $(PYTEST) -q -n 2 tests/integration/destinations/duckdb/test_contract.py -k TestLake
+
 .PHONY: demo
 demo: $(STAMP) jars ## replicate a demo shop into Delta tables and compare every row; about a minute
 	$(BIN)/penstock demo $(ARGS)
@@ -106,7 +111,7 @@ fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-to-postgres bench-split bench-latency bench-served bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
+bench: bench-capture bench-copy bench-stream bench-to-postgres bench-to-duckdb bench-split bench-latency bench-served bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
@@ -135,6 +140,10 @@ bench-shutdown: $(STAMP) ## measure how fast a pipeline stops and resumes; small
 .PHONY: bench-stream
 bench-stream: $(STAMP) ## compare streaming into Delta with pg_recvlogical; ARGS="--large" adds tables of 20M rows
 	$(BIN)/python benchmarks/stream.py $(ARGS)
+
+.PHONY: bench-to-duckdb
+bench-to-duckdb: $(STAMP) ## compare writing to a DuckDB file with pg_recvlogical and COPY
+	$(BIN)/python benchmarks/to_duckdb.py $(ARGS)
 
 .PHONY: bench-to-postgres
 bench-to-postgres: $(STAMP) ## compare writing to Postgres with pg_recvlogical, a subscription and COPY; smaller: ARGS="--changes 200000 --rows 300000 --rounds 1"

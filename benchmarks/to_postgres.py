@@ -14,11 +14,11 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psycopg
 from draining import (
@@ -70,6 +70,14 @@ class Drained:
 
     seconds: float
     cpu_seconds: float
+
+
+class Piping(Protocol):
+    """Makes pipelines."""
+
+    def pipeline(self, name: str) -> AbstractContextManager[RunningOutput]:
+        """A pipeline with a slot, spool and state of its own."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +154,17 @@ def run(bench: Bench, name: str, arguments: argparse.Namespace) -> tuple[Load, d
             if reader == RECVLOGICAL:
                 create_slot(connection, number)
                 continue
-            bench.target.create_database(_slot(number))
-            (_copy if reader == PIPELINE else _subscribe)(bench, connection, _slot(number))
+            bench.target.create_database(slot_name(number))
+            (_copy if reader == PIPELINE else _subscribe)(bench, connection, slot_name(number))
         connection.execute("checkpoint")
         bench.target.execute("checkpoint")
         load = run_load(connection, wanted)
         connection.execute(f"insert into {MARKER} values (1)".encode())
         say(f"{name}: {load.changes:,} changes written in {load.seconds:.1f} s")
         for number, reader in enumerate(turns):
-            slot = _slot(number)
+            slot = slot_name(number)
             if reader == PIPELINE:
-                drained = _drain(bench, connection, slot, load)
+                drained = drain(bench, connection, slot, load)
             elif reader == SUBSCRIPTION:
                 drained = _apply(bench, connection, slot)
             else:
@@ -178,7 +186,7 @@ def run(bench: Bench, name: str, arguments: argparse.Namespace) -> tuple[Load, d
     return load, drains
 
 
-def _slot(number: int) -> str:
+def slot_name(number: int) -> str:
     return f"bench_{number}"
 
 
@@ -186,7 +194,7 @@ def _copy(bench: Bench, connection: psycopg.Connection[Any], name: str) -> None:
     count = len(connection.execute("select from pg_catalog.pg_publication_tables").fetchall())
     began = time.monotonic()
     with bench.pipeline(name) as pipeline:
-        _wait(lambda: _all_ready(pipeline, count), "the copy")
+        wait(lambda: all_ready(pipeline, count), "the copy")
     bench.target.execute("vacuum (freeze, analyze)", database=name)
     say(f"{name}: copied in {time.monotonic() - began:.1f} s")
 
@@ -211,10 +219,10 @@ def _subscribe(bench: Bench, connection: psycopg.Connection[Any], name: str) -> 
             row = target.execute("select count(*) from pg_subscription_rel where srsubstate = 'r'").fetchone()
             return row is not None and row[0] == len(tables)
 
-        _wait(synced, "the copy of the subscription")
+        wait(synced, "the copy of the subscription")
         target.execute(f"alter subscription {name} disable".encode())
         target.execute("vacuum (freeze, analyze)")
-    _wait(lambda: _is_idle(connection, name), "the subscription to pause")
+    wait(lambda: _is_idle(connection, name), "the subscription to pause")
 
 
 def _is_idle(connection: psycopg.Connection[Any], slot: str) -> bool:
@@ -223,11 +231,12 @@ def _is_idle(connection: psycopg.Connection[Any], slot: str) -> bool:
     ).fetchall()
 
 
-def _drain(bench: Bench, connection: psycopg.Connection[Any], slot: str, load: Load) -> Drained:
+def drain(bench: Piping, connection: psycopg.Connection[Any], slot: str, load: Load) -> Drained:
+    """Let a pipeline drain the load, until its changes are durable and acknowledged."""
     with bench.pipeline(slot) as pipeline:
         with TreeWatch(os.getpid()) as watch:
             started = wait_for_start(connection, slot, lambda: True)
-            _wait(lambda: _failed(pipeline) or reaches(pipeline.status.acknowledged, load.end), "the load's end")
+            wait(lambda: _failed(pipeline) or reaches(pipeline.status.acknowledged, load.end), "the load's end")
             ended = time.time()
         return Drained(ended - started.at, watch.cpu_seconds)
 
@@ -237,7 +246,7 @@ def _apply(bench: Bench, connection: psycopg.Connection[Any], slot: str) -> Drai
     with bench.target.connect(slot) as target:
         target.execute(f"alter subscription {slot} enable".encode())
         started = wait_for_start(connection, slot, lambda: True)
-        _wait(lambda: bool(target.execute(f"select from {MARKER}".encode()).fetchall()), "the subscription")
+        wait(lambda: bool(target.execute(f"select from {MARKER}".encode()).fetchall()), "the subscription")
         return Drained(time.time() - started.at, 0.0)
 
 
@@ -250,12 +259,12 @@ def _failed(pipeline: RunningOutput) -> bool:
     return False
 
 
-def _all_ready(pipeline: RunningOutput, count: int) -> bool:
+def all_ready(pipeline: RunningOutput, count: int) -> bool:
     _failed(pipeline)
     return len(pipeline.phases) == count and all(isinstance(each, Ready) for each in pipeline.phases.values())
 
 
-def _wait(look: Callable[[], bool], what: str) -> None:
+def wait(look: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not look():
         if time.monotonic() > deadline:
@@ -283,7 +292,7 @@ def run_copies(
         connection.execute("vacuum (freeze, analyze)")
         expected = connection.execute("select count(*), sum(id) from orders").fetchall()
     ways: Mapping[str, Callable[[str], None]] = {
-        PSQL: lambda _: _to_nowhere(source, database),
+        PSQL: lambda _: to_nowhere(source, database),
         PIPED: lambda name: _piped(source, database, target, name),
         PIPELINE: lambda name: _by_tasks(source, database, target, name, tasks),
     }
@@ -311,13 +320,13 @@ def run_copies(
     }
 
 
-def _psql(server: PostgresServer, database: str, command: str) -> list[str]:
+def psql(server: PostgresServer, database: str, command: str) -> list[str]:
     program = [str(server.binaries.program("psql")), "-X", "-q", "-h", "127.0.0.1", "-p", str(server.port)]
     return [*program, "-U", server.user, "-d", database, "-v", "ON_ERROR_STOP=1", "-c", command]
 
 
-def _to_nowhere(source: PostgresServer, database: str) -> None:
-    command = _psql(source, database, "copy orders to stdout (format binary)")
+def to_nowhere(source: PostgresServer, database: str) -> None:
+    command = psql(source, database, "copy orders to stdout (format binary)")
     environment = os.environ | {"PGPASSWORD": source.password}
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
 
@@ -327,8 +336,8 @@ def _piped(source: PostgresServer, database: str, target: PostgresServer, name: 
     with target.connect(name) as connection:
         create_orders(connection, "orders", 0)
         connection.execute("alter table orders drop constraint orders_pkey")
-        out = _psql(source, database, "copy orders to stdout (format binary)")
-        into = _psql(target, name, "copy orders from stdin (format binary)")
+        out = psql(source, database, "copy orders to stdout (format binary)")
+        into = psql(target, name, "copy orders from stdin (format binary)")
         with subprocess.Popen(out, env=os.environ | {"PGPASSWORD": source.password}, stdout=subprocess.PIPE) as first:
             environment = os.environ | {"PGPASSWORD": target.password}
             subprocess.run(into, env=environment, stdin=first.stdout, check=True)

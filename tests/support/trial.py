@@ -45,6 +45,7 @@ from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.support.clickhouse import ExportedReadBack
 from tests.support.delta_jars import delta_spark_options, jdbc_url
 from tests.support.drive_pipeline import DriveSettings
+from tests.support.duckdb import Duck
 from tests.support.faults import FAULTS, IN_STATE_FILE, IN_STATE_SERVER, SERVER_SETTINGS, open_scene
 from tests.support.oracle import current_position
 from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess, Seen
@@ -413,6 +414,8 @@ class _Trial:
                     available_samples(connection)
         if self._settings.destination == "clickhouse":
             options |= {"url": f"chdb://{own}/engine", "database": "trial", "fsync": False}
+        if self._settings.destination == "duckdb":
+            options |= {"path": f"{own}/lake.db"}
         return DriveSettings(
             dsn=self._dsn,
             folder=str(own),
@@ -579,6 +582,8 @@ def _read_back(driven: DriveSettings, target: str) -> ReadBack:
         return SparkDeltaReadBack(driven.dsn, driven.lake) if is_delta else JdbcReadBack(driven.dsn, target)
     if driven.destination == "clickhouse":
         return ExportedReadBack(driven.options["url"], driven.options["database"], driven.id)
+    if driven.destination == "duckdb":
+        return Duck(driven.options["path"]).readback(driven.id)
     if driven.destination == "parquet":
         return ParquetReader(driven.lake)
     return (HistoryReadBack if driven.options.get("mode") == "history" else LakeReadBack)(driven.lake)
@@ -624,7 +629,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--master", default=None, help="Spark's master; by default tasks run in the pipelines' processes"
     )
     parser.add_argument(
-        "--destination", choices=["parquet", "delta", "postgres", "clickhouse", "spark"], default="parquet"
+        "--destination", choices=["parquet", "delta", "postgres", "clickhouse", "duckdb", "spark"], default="parquet"
     )
     parser.add_argument("--options", type=json.loads, default={}, help="options of the destination, as JSON")
     parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)

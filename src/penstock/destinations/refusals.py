@@ -110,14 +110,29 @@ def require_same_folder(marker: Path | None, store: Store) -> None:
 
     The disk is probably not mounted yet. A new folder in its place would look as if all tables had been deleted.
     """
-    phases = store.get_table_replication_states().values()
-    if marker is not None and not marker.exists() and any(isinstance(phase, SyncDone | Ready) for phase in phases):
+    if marker is not None and _is_lost(marker, store):
         raise DestinationUnavailable(
             f"{marker} is missing, although tables were copied there; is the disk mounted?",
             hint="Mount the disk, then start the pipeline again. If you deleted the tables: "
             f"mkdir -p {marker.parent} && echo '{{\"format\": 1}}' > {marker}, then start the pipeline and copy them "
             f"again: {RESYNC}.",
         )
+
+
+def require_same_database(file: Path, store: Store) -> None:
+    """Raise if tables were copied to a DuckDB file that no longer exists; a new one would look empty."""
+    if _is_lost(file, store):
+        raise DestinationUnavailable(
+            f"{file} is missing, although tables were copied there; is the disk mounted?",
+            hint="Mount the disk, then start the pipeline again. If you deleted the file: "
+            f"python -c \"import duckdb; duckdb.connect('{file}')\", then start the pipeline and copy the tables "
+            f"again: {RESYNC}.",
+        )
+
+
+def _is_lost(file: Path, store: Store) -> bool:
+    phases = store.get_table_replication_states().values()
+    return not file.exists() and any(isinstance(phase, SyncDone | Ready) for phase in phases)
 
 
 def busy(table: str) -> PenstockError:

@@ -22,6 +22,7 @@ DESTINATIONS: Mapping[str, Registered] = {
     "spark": Registered("penstock.destinations.spark:SparkDestination", extra="spark"),
     "http": Registered("penstock.destinations.http:HttpDestination"),
     "clickhouse": Registered("penstock.destinations.clickhouse.destination:ClickHouseDestination", extra="clickhouse"),
+    "duckdb": Registered("penstock.destinations.duckdb:DuckDbDestination", extra="duckdb"),
 }
 
 _METHODS = ("startup", "drop_table_for_copy", "write_table_rows", "write_events", "position", "shutdown")

@@ -7,17 +7,20 @@ a task reads it in parts that fit its memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+import pyarrow as pa
+
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
+from penstock.changes.segment import segment_layout
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import DestinationContext
 from penstock.destinations.batch_events import leave_out
 from penstock.destinations.refusals import not_copied, other_lineage, other_writer, rejected, takes_long
 from penstock.errors import RESYNC
-from penstock.lsn import Lsn
+from penstock.lsn import Lsn, reaches
 
 
 class RecordedTable(Protocol):
@@ -35,6 +38,13 @@ class RecordedTable(Protocol):
     def is_copied(self) -> bool: ...
 
 
+class RecordedCopy(RecordedTable, Protocol):
+    """What a destination has recorded of a table whose position it moves in the transaction of the rows."""
+
+    @property
+    def attempt(self) -> str: ...
+
+
 class TableShare(Protocol):
     """One table's part of a batch."""
 
@@ -44,6 +54,25 @@ class TableShare(Protocol):
     def table(self) -> str: ...
     @property
     def row_count(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TableWork:
+    """One table's part of a batch."""
+
+    table_id: int
+    table: str
+    attempt: str
+    position: Lsn
+    """The table's position before the batch."""
+    end: Lsn
+    """Its position after it."""
+    steps: tuple[TableStep, ...]
+    keeps_dropped: bool = False
+
+    @property
+    def row_count(self) -> int:
+        return sum(segment.rows for step in self.steps if isinstance(step, Rows) for segment in step.segments)
 
 
 _Recorded = TypeVar("_Recorded", bound=RecordedTable)
@@ -87,6 +116,26 @@ def left_of(batch: EventBatch, changes: TableChanges, position: Lsn, *, shared_r
     return left
 
 
+def plan_table(
+    batch: EventBatch,
+    changes: TableChanges,
+    known: RecordedCopy | None,
+    context: DestinationContext,
+    mode: StrEnum,
+    *,
+    shared_rows: int,
+) -> TableWork | None:
+    """Return a table's part of the work; None if the table has all of it. Raise the error that stops the table."""
+    recorded, position = require_writable(changes, known, context, mode)
+    left = left_of(batch, changes, position, shared_rows=shared_rows)
+    if left is None:
+        return None
+    end = position if reaches(position, batch.end) else batch.end
+    change = left.last_schema_change
+    keeps_dropped = change is not None and context.keeps_dropped_columns(change.new)
+    return TableWork(changes.table_id, changes.table, recorded.attempt, position, end, left.steps, keeps_dropped)
+
+
 def divide(steps: Sequence[TableStep], *, keeps_all: bool, rows: int, size: int) -> Iterator[TableStep]:
     """Yield the steps in order, with rows in parts of about so many rows and bytes of memory.
 
@@ -113,6 +162,13 @@ def _slices(step: Rows, most_rows: int, most_bytes: int) -> Iterator[Rows]:
             yield replace(step, segments=step.segments[first:number])
             first, rows, size = number, segment.rows, memory
     yield replace(step, segments=step.segments[first:])
+
+
+def arrow_after(steps: Sequence[TableStep], change: SchemaChange) -> pa.Schema:
+    """Return the types of the rows that follow a schema change."""
+    after = steps[steps.index(change) + 1 :]
+    segments = next((step.segments for step in after if isinstance(step, Rows)), None)
+    return segment_layout(change.new).arrow_schema if segments is None else segments[0].arrow_schema()
 
 
 def deal_out(shares: Sequence[_Share], count: int) -> list[tuple[_Share, ...]]:

@@ -19,18 +19,19 @@ from numpy.typing import NDArray
 from penstock.changes.batch import Rows, SchemaChange, TableStep
 from penstock.changes.columns import ChangeColumns, read_changes
 from penstock.changes.compaction import NetChanges, compact, keys_of, touched_keys
-from penstock.changes.segment import COMMIT_LSN, ORDINAL, Operation, Texts, segment_layout
+from penstock.changes.segment import COMMIT_LSN, ORDINAL, Operation, Texts
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.clickhouse.encoding import encode, one_array, versions
-from penstock.destinations.clickhouse.fill import RowsBefore, fill, names_of, not_sent
+from penstock.destinations.clickhouse.fill import RowsBefore, fill
 from penstock.destinations.clickhouse.layout import DELETED, NUMBER, SIGN, VERSION, Layout, Shape, follow, version_of
 from penstock.destinations.clickhouse.log import log_rows, log_truncate
 from penstock.destinations.clickhouse.server import Server
+from penstock.destinations.omitted import names_of, not_sent
 from penstock.destinations.refusals import concerns_all_tables, unexpected
 from penstock.destinations.row_groups import group_batches
-from penstock.destinations.table_parts import divide
+from penstock.destinations.table_parts import arrow_after, divide
 from penstock.errors import PenstockError
 from penstock.observe.reports import may_end_here
 from penstock.schema import TableSchema
@@ -104,7 +105,7 @@ def _apply(work: Work, table: TableWork) -> Applied:
         token = f"{table.token}/{number}"
         match step:
             case SchemaChange():
-                arrow = _arrow_after(table.steps, step)
+                arrow = arrow_after(table.steps, step)
                 layout, clauses = follow(
                     layout, step.new, arrow, keeps_dropped=table.keeps_dropped, records_ddl=work.records_ddl
                 )
@@ -154,13 +155,6 @@ def _digest(rows: pa.Table) -> str:
             width = cells.type.bit_width // 8
             found.update(memoryview(cells.buffers()[1])[cells.offset * width : (cells.offset + len(cells)) * width])
     return found.hexdigest()[:32]
-
-
-def _arrow_after(steps: Sequence[TableStep], change: SchemaChange) -> pa.Schema:
-    """Return the types of the rows that follow a schema change."""
-    after = steps[steps.index(change) + 1 :]
-    segments = next((step.segments for step in after if isinstance(step, Rows)), None)
-    return segment_layout(change.new).arrow_schema if segments is None else segments[0].arrow_schema()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psycopg
 
-from penstock.changes.batch import Rows, SchemaChange, TableStep
+from penstock.changes.batch import Rows, SchemaChange
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.postgres.control import Control
@@ -19,34 +19,15 @@ from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Targ
 from penstock.destinations.postgres.merge import merge_rows
 from penstock.destinations.postgres.server import Server, Session
 from penstock.destinations.refusals import concerns_all_tables, not_copied, other_writer, unexpected
-from penstock.destinations.table_parts import divide
+from penstock.destinations.table_parts import TableWork, divide
 from penstock.errors import DestinationUnavailable, PenstockError, TableBusy
-from penstock.lsn import Lsn, reaches
+from penstock.lsn import reaches
 from penstock.observe.reports import may_end_here
 from penstock.source.faults import Place
 
 SLICE_ROWS = 500_000
 SLICE_BYTES = 64 << 20
 """The most that a task reads at once, in rows and in bytes of memory; more if one segment has more."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableWork:
-    """One table's part of a batch."""
-
-    table_id: int
-    table: str
-    attempt: str
-    position: Lsn
-    """The table's position before the batch."""
-    end: Lsn
-    """Its position after it."""
-    steps: tuple[TableStep, ...]
-    keeps_dropped: bool = False
-
-    @property
-    def row_count(self) -> int:
-        return sum(segment.rows for step in self.steps if isinstance(step, Rows) for segment in step.segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,13 @@ transaction. So a repeated batch changes nothing, and neither does a process tha
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
-from penstock.destinations.postgres.layout import Layout, Mode, Target
 from penstock.destinations.postgres.server import Session
 from penstock.destinations.refusals import fenced_copy, foreign_table, other_writer, rejected
+from penstock.destinations.table_layout import Known, Layout, Target, known_from_row
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema, quote_identifier, quote_literal
-from penstock.schema.table import schema_from_json, schema_to_json
 
 _LOCK = "select pg_catalog.pg_advisory_xact_lock(1885696620)"
 """Before something is created: `if not exists` does not help if two sessions do it at once."""
@@ -67,42 +63,6 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """The row of a table."""
-
-    pipeline: str
-    table_id: int
-    source: str
-    place: str
-    """The folder that `DestinationContext.take_folder` gave the table; stands for its name at the destination."""
-    target: Target | None
-    """None if another table has taken its place."""
-    former: Target | None
-    """Where the table is until its copy to `target` is complete."""
-    attempt: str
-    copied: str | None
-    """The attempt whose rows the table has."""
-    epoch: int
-    lineage: str
-    position: Lsn | None
-    layout: Layout | None
-
-    @property
-    def mode(self) -> Mode | None:
-        return None if self.layout is None else self.layout.mode
-
-    @property
-    def is_copied(self) -> bool:
-        """True if changes may be applied: no newer copy has started."""
-        return self.target is not None and self.copied == self.attempt and self.position is not None
-
-    @property
-    def readable(self) -> Target | None:
-        """The table that has rows for readers."""
-        return None if self.copied is None else self.former or self.target
-
-
-@dataclass(frozen=True, slots=True)
 class Control:
     """The tables in the control schema, for one pipeline. Pickles."""
 
@@ -133,12 +93,12 @@ class Control:
             f"select {_COLUMNS} from {self.tables} where pipeline = %s and (%s or table_id = any(%s))",
             [self.pipeline, table_ids is None, table_ids or []],
         )
-        return {known.table_id: known for known in map(_known, found)}
+        return {known.table_id: known for known in map(known_from_row, found)}
 
     def find(self, session: Session, table_id: int) -> list[Known]:
         """Return the rows of all pipelines for a table."""
         query = f"select {_COLUMNS} from {self.tables} where table_id = %s"
-        return [_known(row) for row in session.rows(query, [table_id])]
+        return [known_from_row(row) for row in session.rows(query, [table_id])]
 
     def lock(self, session: Session, table_id: int, table: str, attempt: str, epoch: int) -> Known:
         """Return the row of a table, which nobody else can change until the commit. Raise if the writer is fenced.
@@ -147,7 +107,7 @@ class Control:
         """
         query = f"select {_COLUMNS} from {self.tables} where pipeline = {quote_literal(self.pipeline)}"
         found = session.rows(f"set constraints all deferred; {query} and table_id = {table_id} for update")
-        known = _known(found[0]) if found else None
+        known = known_from_row(found[0]) if found else None
         if known is None or known.attempt != attempt:
             raise fenced_copy(table, attempt)
         if known.epoch > epoch:
@@ -159,7 +119,7 @@ class Control:
     ) -> None:
         """Record the position of a table, and its layout if that changed."""
         changed = "" if layout is None else ", layout = %s::jsonb, source = %s"
-        values = [] if layout is None else [json.dumps(layout_to_json(layout)), str(layout.source)]
+        values = [] if layout is None else [layout.to_json(), str(layout.source)]
         session.run(
             f"update {self.tables} set position = %s, lineage = %s, epoch = %s{changed} "
             "where pipeline = %s and table_id = %s",
@@ -312,42 +272,6 @@ def create_schema(session: Session, namespace: str) -> None:
     # Not `if not exists`: the server may remember from before the lock that there is no such schema.
     if not session.rows(exists, [namespace]):
         session.run(f"create schema {quote_identifier(namespace)}")
-
-
-def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """Return a layout as plain dictionaries and lists."""
-    return {
-        "source": schema_to_json(layout.source),
-        "mode": layout.mode.value,
-        "names": {str(attnum): name for attnum, name in layout.names.items()},
-        "types": {str(attnum): name for attnum, name in layout.types.items()},
-        "version": layout.version,
-    }
-
-
-@lru_cache(maxsize=4096)
-def _layout_from_json(text: str) -> Layout:
-    record = json.loads(text)
-    return Layout(
-        schema_from_json(record["source"]),
-        Mode(record["mode"]),
-        {int(attnum): name for attnum, name in record["names"].items()},
-        record["version"],
-        {int(attnum): name for attnum, name in record["types"].items()},
-    )
-
-
-def _known(row: tuple[Any, ...]) -> Known:
-    pipeline, table_id, source, place, namespace, name, former_namespace, former_name, *rest = row
-    attempt, copied, epoch, lineage, position, layout = rest
-    return Known(
-        *(pipeline, table_id, source, place),
-        None if name is None else Target(namespace, name),
-        None if former_name is None else Target(former_namespace, former_name),
-        *(attempt, copied, epoch, lineage),
-        None if position is None else Lsn.parse(position),
-        None if layout is None else _layout_from_json(layout),
-    )
 
 
 def _digest(text: str) -> str:

@@ -90,7 +90,7 @@ def begin_generation(session: Session, control: Control, schema: TableSchema, at
     """Create the table that a copy fills, unless it exists; return its columns."""
     layout = new_layout(session, schema, mode)
     generation = control.generation(schema.table_id, attempt)
-    session.run(f"create table if not exists {generation.sql} ({layout.definition()})")
+    session.run(f"create table if not exists {generation.sql} ({layout.definition(OWN_COLUMNS[mode])})")
     return layout
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.naming import FOLDERS
-from penstock.destinations.postgres.apply import SLICE_ROWS, TableWork, Work, apply_work
+from penstock.destinations.postgres.apply import SLICE_ROWS, Work, apply_work
 from penstock.destinations.postgres.control import Control, Known
 from penstock.destinations.postgres.copying import (
     CopyTarget,
@@ -34,11 +34,13 @@ from penstock.destinations.refusals import (
     unexpected,
     unusable,
 )
+from penstock.destinations.table_layout import table_capabilities
 from penstock.destinations.table_parts import (
+    TableWork,
     deal_out,
     describe_shares,
     is_of_this_server,
-    left_of,
+    plan_table,
     require_writable,
 )
 from penstock.errors import DestinationUnavailable, PenstockError, TableBusy
@@ -112,16 +114,7 @@ class PostgresDestination:
     @property
     def capabilities(self) -> Capabilities:
         """See `Destination`."""
-        mirrors = self._mode is not Mode.HISTORY
-        return Capabilities(
-            records_position=True,
-            updates_rows=mirrors,
-            keeps_old_rows_while_copying=True,
-            fills_added_columns=mirrors,
-            accepts_unknown_rows=mirrors,
-            loses_nothing_by_a_copy=self._mode is Mode.MIRROR,
-            keeps_deleted_rows=self._mode is Mode.SOFT_DELETE,
-        )
+        return table_capabilities(self._mode)
 
     def probe(self) -> None:
         """See `ProbedDestination`: create what the first copy would create, and roll it back."""
@@ -315,19 +308,13 @@ class PostgresDestination:
         close_idle(self._server)
 
     def _plan(self, batch: EventBatch, changes: TableChanges, known: Known | None) -> TableWork | None:
-        """Return a table's part of the work; None if the table has all of it. Raise the error that stops the table."""
+        """Return a table's part of the work; raise also if the destination lost what it had committed."""
         context = self._started
-        known, position = require_writable(changes, known, context, self._mode)
+        _, position = require_writable(changes, known, context, self._mode)
         if (reached := self._reached.get(changes.table_id)) is not None and not reaches(position, reached):
             raise gone_back(changes.table)
         self._reached[changes.table_id] = position
-        left = left_of(batch, changes, position, shared_rows=_SHARED_ROWS)
-        if left is None:
-            return None
-        end = position if reaches(position, batch.end) else batch.end
-        change = left.last_schema_change
-        keeps_dropped = change is not None and context.keeps_dropped_columns(change.new)
-        return TableWork(changes.table_id, changes.table, known.attempt, position, end, left.steps, keeps_dropped)
+        return plan_table(batch, changes, known, context, self._mode, shared_rows=_SHARED_ROWS)
 
     def _refuse_foreign(self, control: Control, session: Session, changes: TableChanges) -> None:
         for step in changes.steps:

@@ -39,7 +39,7 @@ from penstock.values.cells import layout as layout_of
 COPIED, TRUNCATED, COPIED_AGAIN = "copy", "truncate", "resync"
 BEFORE_ALL = -1
 """`_ordinal` of a copied row, which precedes the changes at the copy's position."""
-_OPERATIONS = pa.array([None, *(operation.name.lower() for operation in Operation)])
+OPERATIONS = pa.array([None, *(operation.name.lower() for operation in Operation)])
 """By number."""
 _OWN = tuple(OWN_COLUMNS[Mode.HISTORY])
 _TIME = pa.timestamp("us", "UTC")
@@ -53,14 +53,14 @@ def append_rows(session: Session, target: Target, layout: Layout, step: Rows) ->
         rows = read_segment(segment)
         texts = split_texts(rows)
         head = {
-            OP: _OPERATIONS.take(rows.column(OP).combine_chunks().cast(pa.int64())),
+            OP: OPERATIONS.take(rows.column(OP).combine_chunks().cast(pa.int64())),
             COMMIT_LSN: rows.column(COMMIT_LSN),
             ORDINAL: rows.column(ORDINAL),
             COMMIT_TIME: rows.column(COMMIT_TIME),
             XID: rows.column(XID),
             SCHEMA_VERSION: pa.repeat(pa.scalar(layout.version), rows.num_rows),
             UNCHANGED: names_not_sent(rows.column(UNCHANGED), names),
-            OLD: _old(rows, texts, schema, names),
+            OLD: identities(rows, texts, schema, names),
         }
         cells = [*(Cells(_whole(column)) for column in head.values()), *cells_of(rows, texts, schema)]
         session.copy(target.sql, [*head, *names], copy_text(cells, rows.num_rows))
@@ -96,7 +96,7 @@ def append_copy_marker(session: Session, target: Target, layout: Layout, positio
     )
 
 
-def _old(rows: pa.Table, texts: Texts, schema: TableSchema, names: Sequence[str]) -> pa.Array:
+def identities(rows: pa.Table, texts: Texts, schema: TableSchema, names: Sequence[str]) -> pa.Array:
     """Return the identity before a change as JSON, with the server's text of each value; NULL if it was not sent."""
     if OLD not in rows.column_names or rows.column(OLD).null_count == rows.num_rows:
         return pa.nulls(rows.num_rows, pa.large_string())

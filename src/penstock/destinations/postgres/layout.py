@@ -7,8 +7,7 @@ Columns have the source's names and types. A type that the destination's server 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from penstock.changes.segment import (
     COMMIT_LSN,
@@ -21,21 +20,17 @@ from penstock.changes.segment import (
     XID,
 )
 from penstock.destinations.postgres.server import Session
-from penstock.destinations.refusals import not_followed
+from penstock.destinations.table_layout import DELETED_AT, Layout, Mode, Target, require_followable
 from penstock.schema import (
     Column,
     PostgresType,
-    ReplicaIdentity,
     TableSchema,
     TypeKind,
     quote_identifier,
     quote_literal,
     resolve_domain,
 )
-from penstock.schema.table import moved_names
-from penstock.schema.types import keeps_values
 
-DELETED_AT = "_deleted_at"
 _FIRST_CUSTOM_OID = 16384
 _NAME_BYTES = 63
 _TEXT = "text"
@@ -46,14 +41,6 @@ _LOCAL = frozenset(
     }
 )
 """Types whose text means something only in its own database: names of objects and roles, and amounts in its locale."""
-
-
-class Mode(StrEnum):
-    """What a table at the destination holds."""
-
-    MIRROR = "mirror"
-    SOFT_DELETE = "soft_delete"
-    HISTORY = "history"
 
 
 OWN_COLUMNS: Mapping[Mode, Mapping[str, str]] = {
@@ -71,54 +58,6 @@ OWN_COLUMNS: Mapping[Mode, Mapping[str, str]] = {
     },
 }
 """Columns that Penstock adds, with their types."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A table at the destination."""
-
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}.{self.name}"
-
-    @property
-    def sql(self) -> str:
-        return f"{quote_identifier(self.namespace)}.{quote_identifier(self.name)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The columns of a table."""
-
-    source: TableSchema
-    mode: Mode
-    names: Mapping[int, str]
-    """The columns' names at the destination, by attribute number."""
-    version: int = 1
-    """The number of the source's schema, in `history`."""
-    types: Mapping[int, str] = field(default_factory=dict[int, str])
-    """The types at the destination, by attribute number."""
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the source's columns, in the order of its schema."""
-        return [self.names[column.attnum] for column in self.source.columns]
-
-    @property
-    def key(self) -> list[str]:
-        """The names of the columns of the key, in the order of `TableSchema.key`."""
-        return [self.names[column.attnum] for column in self.source.key]
-
-    def definition(self) -> str:
-        """Return the columns for CREATE TABLE."""
-        own = OWN_COLUMNS[self.mode].items()
-        lines = [
-            f"{quote_identifier(self.names[each.attnum])} {self.types[each.attnum]}" for each in self.source.columns
-        ]
-        extra = [f"{quote_identifier(name)} {type_}" for name, type_ in own]
-        return ", ".join([*extra, *lines] if self.mode is Mode.HISTORY else [*lines, *extra])
 
 
 def new_layout(session: Session, source: TableSchema, mode: Mode) -> Layout:
@@ -223,7 +162,7 @@ def follow(
         return replace(before, source=schema)
     if before.mode is Mode.HISTORY:
         return _extend(session, target, before, schema)
-    _require_followable(before.source, schema, records_ddl)
+    require_followable(before.source, schema, records_ddl=records_ddl)
     types = dict(zip((each.attnum for each in schema.columns), type_names(session, schema.columns), strict=True))
     now = {column.attnum for column in schema.columns}
     dropped = [] if keeps_dropped else [name for attnum, name in before.names.items() if attnum not in now]
@@ -251,21 +190,6 @@ def follow(
         elif type_ != before.types.get(column.attnum, type_):
             _alter(session, target, f"alter column {name} type {type_} using {name}::{type_}")
     return Layout(schema, before.mode, names, types=types)
-
-
-def _require_followable(before: TableSchema, after: TableSchema, records_ddl: bool) -> None:
-    table = str(after)
-    is_matched = before.key or before.replica_identity is ReplicaIdentity.FULL
-    if is_matched and [each.attnum for each in before.key] != [each.attnum for each in after.key]:
-        raise not_followed(table, "its key changed")
-    if not records_ddl and (moved := moved_names(before, after)):
-        # The catalog that named the columns may be newer than the rows.
-        raise not_followed(table, f"the name of another column was given to column {moved[0]!r}")
-    known = {column.attnum: column for column in before.columns}
-    for column in after.columns:
-        old = known.get(column.attnum)
-        if old is not None and not keeps_values((old.type, old.type_modifier), (column.type, column.type_modifier)):
-            raise not_followed(table, f"the type of column {column.name!r} changed")
 
 
 def _extend(session: Session, target: Target, before: Layout, schema: TableSchema) -> Layout:
