@@ -9,6 +9,7 @@ process is killed, a waiting shell sees its pipe end, kills the server and remov
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pwd
 import shutil
@@ -66,9 +67,21 @@ class OwnServer:
         """Start it and wait until it can be used."""
         raise NotImplementedError
 
+    def stop(self, *, timeout: float = STOP_SECONDS) -> None:
+        """Stop it cleanly; do nothing if it is not running."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+        self.kill()
+
     def kill(self) -> None:
-        """End it with SIGKILL, as if the machine had failed."""
-        raise NotImplementedError
+        """End it with SIGKILL, as if the machine had failed; `start()` then recovers what was acknowledged."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait(STOP_SECONDS)
+        self._process = None
 
     @property
     def pid(self) -> int:
@@ -134,6 +147,17 @@ class OwnServer:
                 umask=0o077,
             )
 
+    def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start a server that is one process, and note its id for the watcher."""
+        self._process = self._spawn(command, environment)
+        (self.folder / "pid").write_text(str(self._process.pid))
+
+    def _reachable(self, folder: Path, name: str) -> Path:
+        """Return a folder that the server's user can read: a copy if it cannot reach the original."""
+        if self._account is None or is_open_to_all(folder):
+            return folder
+        return shutil.copytree(folder, self.folder / name, symlinks=True)
+
     def _give(self, path: Path) -> None:
         """Let the server's user own a file or folder."""
         if self._account is not None:
@@ -150,6 +174,11 @@ class OwnServer:
         raise ServerUnavailable(
             f"no temporary folder that user {UNPRIVILEGED_USER} can reach", hint="Set TMPDIR to a folder open to all."
         )
+
+
+def java_environment() -> dict[str, str]:
+    """The environment without options for Java, which are meant for other programs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("JAVA", "JDK_JAVA"))}
 
 
 def is_open_to_all(folder: Path) -> bool:
