@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
+from confluent_kafka import KafkaError, TopicPartition
 
 from penstock.changes.events import Unrepresentable
 from penstock.changes.segment import UNREPRESENTABLE, UNREPRESENTABLE_TYPE, segment_layout
@@ -102,7 +102,7 @@ def read_topic(cluster: Cluster, topic: str, decode: Decode = json.loads) -> Ite
     """Yield the committed messages of a topic, up to its end."""
     consumer = cluster.consumer("penstock-tests")
     try:
-        partitions = [TopicPartition(topic, number, OFFSET_BEGINNING) for number in range(cluster.partitions(topic))]
+        partitions = [TopicPartition(topic, number, 0) for number in range(cluster.partitions(topic))]
         ends = {each.partition: cluster.end_of(topic, each.partition) for each in partitions}
         consumer.assign(partitions)
         left = set(ends)

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Any
 
 import pyarrow as pa
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from penstock.destinations.kafka.client import Cluster, translated
 from penstock.destinations.kafka.messages import Messages
@@ -126,7 +126,7 @@ class Control:
         with translated(self.cluster):
             consumer = self.cluster.consumer(f"penstock-{self.pipeline}")
             try:
-                partition = TopicPartition(self.topic, 0, OFFSET_BEGINNING)
+                partition = TopicPartition(self.topic, 0, 0)
                 end = self.cluster.end_of(self.topic)
                 consumer.assign([partition])
                 deadline = time.monotonic() + self.cluster.transaction_seconds
