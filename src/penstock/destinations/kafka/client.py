@@ -33,6 +33,9 @@ from penstock.destinations.refusals import not_copied, out_of_reach, rejected, u
 from penstock.errors import PenstockError
 
 logger = logging.getLogger(__name__)
+_client_logger = logging.getLogger(f"{__name__}.librdkafka")
+# What fails is reported by the request that fails.
+_client_logger.setLevel(logging.CRITICAL)
 
 ANY_PARTITION = -1
 _ACCESS = frozenset(
@@ -199,8 +202,7 @@ class Cluster:
             **dict(self.settings),
             "bootstrap.servers": self.servers,
             "client.id": "penstock",
-            # Failed connections are reported by the request that fails.
-            "log_level": 2,
+            "logger": _client_logger,
             "error_cb": _ignore,
         }
 
@@ -300,7 +302,7 @@ class Writer:
     def _commit(self, producer: Producer) -> None:
         deadline = time.monotonic() + self._cluster.answer_seconds
         # The commit itself flushes, but the flush of a large transaction may take longer than an answer.
-        while producer.flush(1.0):
+        while _flush(producer):
             if self._failed is not None:
                 raise KafkaException(self._failed)
             if time.monotonic() > deadline + self._cluster.transaction_seconds:
@@ -331,6 +333,15 @@ class Writer:
     def _on_failure(self, error: KafkaError | None, _: Message) -> None:
         if error is not None and self._failed is None and error.code() not in _PURGED:
             self._failed = error
+
+
+def _flush(producer: Producer) -> int:
+    """Wait for a while; return how many messages are not acknowledged."""
+    try:
+        return producer.flush(1.0)
+    except SystemError:
+        # The client fails to say that the producer was fenced; the commit says it.
+        return 0
 
 
 _PURGED = frozenset({KafkaError._PURGE_INFLIGHT, KafkaError._PURGE_QUEUE})

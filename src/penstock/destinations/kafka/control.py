@@ -92,10 +92,15 @@ class Recorded:
 
     epoch: int = -1
     tables: dict[int, Known] = field(default_factory=dict[int, Known])
-    claims: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """By topic: the pipelines that claim it, the owner first."""
+    claims: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    """By topic: the pipelines that claim it, the first one first, and the id that the topic had."""
     schemas: dict[tuple[int, str], bytes] = field(default_factory=dict[tuple[int, str], bytes])
     """By table and version."""
+
+    def owner(self, topic: str, topic_id: str) -> str | None:
+        """Return the pipeline that owns a topic. Claims of a topic that was deleted are void."""
+        claims = self.claims.get(topic, {}).items()
+        return next((pipeline for pipeline, claimed in claims if claimed == topic_id), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +159,10 @@ class Control:
         """Return the record of the lease."""
         return _messages([(_key("writer", self.pipeline), json.dumps({"epoch": epoch}).encode())])
 
-    def claim(self, topic: str, *, given_up: bool = False) -> Messages:
+    def claim(self, topic: str, topic_id: str | None) -> Messages:
         """Return the record that claims a topic, or that gives it up."""
-        return _messages([(_key("topic", topic, self.pipeline), None if given_up else b"{}")])
+        value = None if topic_id is None else json.dumps({"topic_id": topic_id}).encode()
+        return _messages([(_key("topic", topic, self.pipeline), value)])
 
     def schema(self, schema: TableSchema, version: str) -> Messages:
         """Return the record of a table's columns."""
@@ -167,9 +173,10 @@ class Control:
         kind, *rest = json.loads(key)
         if kind == "topic":
             topic, pipeline = rest
-            others = [each for each in recorded.claims.get(topic, []) if each != pipeline]
-            before = recorded.claims.get(topic, [])
-            recorded.claims[topic] = others if value is None else before if pipeline in before else [*before, pipeline]
+            claims = recorded.claims.setdefault(topic, {})
+            claims.pop(pipeline, None)
+            if value is not None:
+                claims[pipeline] = json.loads(value)["topic_id"]
         elif rest[0] != self.pipeline:
             return
         elif kind == "writer" and value is not None:

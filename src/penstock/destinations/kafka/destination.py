@@ -434,20 +434,22 @@ class KafkaDestination:
         return None if left is None else _Part(known, left.steps, position)
 
     def _claim(self, control: Control, schema: TableSchema, topic: str) -> None:
-        """Raise `TableOwned` if another pipeline writes a topic. If two claim it at once, the first record counts."""
-        for owner in control.load().claims.get(topic, ()):
-            if owner == control.pipeline:
-                return
-            if self._cluster.partitions(topic):
-                raise foreign_table(str(schema), owner, control.pipeline)
-        with self._writing(control) as writer, writer.transaction():
-            writer.send(control.topic, control.claim(topic), 0)
-        owners = control.load().claims.get(topic, [])
-        before = owners[: owners.index(control.pipeline)]
-        if before and self._cluster.partitions(topic):
+        """Create a topic unless it exists, and raise `TableOwned` if another pipeline writes it.
+
+        If two pipelines claim it at once, the first record counts.
+        """
+        self._create_topic(topic)
+        topic_id = self._cluster.topic_ids([topic]).get(topic, "")
+        owner = control.load().owner(topic, topic_id)
+        if owner is None:
             with self._writing(control) as writer, writer.transaction():
-                writer.send(control.topic, control.claim(topic, given_up=True), 0)
-            raise foreign_table(str(schema), before[0], control.pipeline)
+                writer.send(control.topic, control.claim(topic, topic_id), 0)
+            owner = control.load().owner(topic, topic_id)
+            if owner != control.pipeline:
+                with self._writing(control) as writer, writer.transaction():
+                    writer.send(control.topic, control.claim(topic, None), 0)
+        if owner != control.pipeline:
+            raise foreign_table(str(schema), owner or "", control.pipeline)
 
     def _record(self, writer: Writer, control: Control, records: Sequence[Known]) -> None:
         try:
