@@ -104,6 +104,10 @@ def plain_decimals(array: pa.Array) -> pa.Array:
 
 def _print_floats(array: pa.Array) -> pa.Array:
     text = pc.cast(array, TEXT)
+    minus_zero = pc.equal(text, large_text("-0"))
+    if pc.any(minus_zero).as_py():
+        # Most parsers read -0 as an integer, which has no sign then.
+        text = pc.if_else(minus_zero, large_text("-0.0"), text)
     finite = pc.fill_null(pc.is_finite(array), True)
     if pc.all(finite).as_py() is not False:
         return text
