@@ -31,16 +31,17 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from penstock.errors import ConfigError
+from penstock.testing.apicurio import find_apicurio
 from penstock.testing.kafka import KafkaServer
 from penstock.testing.kafka import why_not as kafka_is_missing
-from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, why_not
+from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, find_java, why_not
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer, execute_on
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 from tests.support.delta_jars import delta_spark_options, find_delta_jars, find_postgres_driver
 from tests.support.examples import examples
 from tests.support.least_privilege import documented_dsn, is_wanted
 from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
-from tests.support.shared_server import shared_kafka, shared_opensearch
+from tests.support.shared_server import shared_kafka, shared_opensearch, shared_registry
 
 # Most JVMs of a test run live for seconds: the second compiler would cost half of the processor time and pay off too
 # late. Verifying classes is skipped too, and `make` has written an archive of those of Spark.
@@ -302,6 +303,18 @@ def kafka(kafka_server: str) -> Any:
     from tests.support.kafka import Kafka
 
     return Kafka(kafka_server, f"test-{secrets.token_hex(6)}")
+
+
+@pytest.fixture(scope="session")
+def schema_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the schema registry that all processes of a test run share."""
+    if url := os.environ.get("PENSTOCK_TEST_REGISTRY"):
+        yield url
+        return
+    if find_apicurio() is None or find_java() is None:
+        pytest.skip("Apicurio is not installed: make kafka")
+    with shared_registry(_folder_of_the_run(tmp_path_factory)) as url:
+        yield url
 
 
 @pytest.fixture

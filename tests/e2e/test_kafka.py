@@ -17,7 +17,7 @@ from tests.e2e.support import Alone, tables_alone, tables_settings
 from tests.e2e.test_delta import wait_applied, wait_ready
 from tests.e2e.test_types import Compared, differences
 from tests.support import type_matrix
-from tests.support.kafka import Kafka, KafkaReadBack
+from tests.support.kafka import AvroDecoder, Kafka, KafkaReadBack
 from tests.support.planned_tables import Size
 from tests.support.trial import TrialSettings, run_trial, run_trials
 from tests.support.type_matrix import WIDE, key_tables
@@ -31,10 +31,6 @@ SIZE = Size(tables=6, columns=8, sessions=3, initial_rows=40)
 def pipeline_into(database: Any, folder: Any, kafka: Kafka, *, max_rows: int = 500, **options: Any) -> Alone:
     settings = tables_settings(database, folder, batches=BatchSettings(interval=0.1, max_rows=max_rows))
     return tables_alone(settings, MemoryStore("e2e"), kafka.open(**options), LocalTasks())
-
-
-def readback(kafka: Kafka) -> KafkaReadBack:
-    return KafkaReadBack(kafka.servers, kafka.control_topic, "e2e")
 
 
 @pytest.mark.timeout(400)
@@ -64,19 +60,24 @@ def test_soak_trials(kafka_server, tmp_path, record_testsuite_property):
 
 @pytest.mark.timeout(600)
 @pytest.mark.trap(31)
-def test_every_value_of_every_type_arrives(database, kafka, tmp_path):
+@pytest.mark.parametrize("form", ["json", pytest.param("avro", marks=pytest.mark.soak)])
+def test_every_value_of_every_type_arrives(database, kafka, form, request, tmp_path):
+    more, decode = {}, json.loads
+    if form == "avro":
+        registry = request.getfixturevalue("schema_registry")
+        more, decode = {"format": "avro", "schema_registry": registry}, AvroDecoder(registry)
     with database.connect() as connection:
         cases = type_matrix.create(connection)
     tables = [*WIDE, *(keyed.name for keyed in key_tables(cases))]
     with pipeline_into(
-        database, tmp_path, kafka, max_rows=5_000, topic_config={"max.message.bytes": "100000000"}
+        database, tmp_path, kafka, max_rows=5_000, topic_config={"max.message.bytes": "100000000"}, **more
     ) as pipeline:
         wait_ready(pipeline, len(tables))
         with database.connect() as connection:
             type_matrix.change(connection, cases)
         wait_applied(pipeline, database)
         assert {phase.name for phase in pipeline.phases.values()} == {"ready"}
-    found = readback(kafka)
+    found = KafkaReadBack(kafka.servers, kafka.control_topic, "e2e", decode)
     options = " ".join(f"-c {name}={value}" for name, value in PINNED_PARAMETERS.items())
     with psycopg.connect(database.dsn, autocommit=True, options=options) as server:
         compared = {("kafka", table): Compared(server, found, table) for table in tables}

@@ -6,7 +6,10 @@ source. On its way it checks that every change comes once and in order.
 
 from __future__ import annotations
 
+import io
 import json
+import struct
+import urllib.request
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
+import fastavro
 import pyarrow as pa
 from confluent_kafka import KafkaError, TopicPartition
 
@@ -68,7 +72,11 @@ class Kafka:
         return f"{self.name}-control"
 
     def open(self, **options: Any) -> KafkaDestination:
-        given = {"topic_prefix": self.name, "control_topic": self.control_topic, "transaction_timeout": 60}
+        given: dict[str, Any] = {
+            "topic_prefix": self.name,
+            "control_topic": self.control_topic,
+            "transaction_timeout": 60,
+        }
         return KafkaDestination(self.servers, **{**given, **self.options, **options})
 
     def started(self, context: DestinationContext | None = None, **options: Any) -> KafkaDestination:
@@ -121,6 +129,25 @@ def read_topic(cluster: Cluster, topic: str, decode: Decode = json.loads) -> Ite
         consumer.close()
 
 
+class AvroDecoder:
+    """Reads messages in Avro by the schemas of the registry, with another implementation than that of Penstock."""
+
+    def __init__(self, registry: str) -> None:
+        self._registry = registry
+        self._schemas: dict[int, Any] = {}
+
+    def __call__(self, content: bytes) -> Any:
+        magic, number = struct.unpack(">bI", content[:5])
+        assert magic == 0
+        if number not in self._schemas:
+            with urllib.request.urlopen(f"{self._registry}/schemas/ids/{number}") as answer:
+                self._schemas[number] = fastavro.parse_schema(json.loads(json.loads(answer.read())["schema"]))
+        stream = io.BytesIO(content[5:])
+        value = fastavro.schemaless_reader(stream, self._schemas[number], None)
+        assert not stream.read(), "more bytes than the schema describes"
+        return value
+
+
 class TableReader:
     """The rows of one table; columns are identified by their numbers, as the recorded schemas name them."""
 
@@ -131,6 +158,7 @@ class TableReader:
             if table_id == known.table_id
         }
         self._rows: Counter[str] = Counter()
+        self._kept: dict[str, dict[int, Any]] = {}
         self._by_key: dict[str, dict[int, Any]] = {}
         self._last: dict[tuple[int, str], tuple[int, int]] = {}
         self._seen: set[tuple[int, int, str]] = set()
@@ -163,12 +191,14 @@ class TableReader:
         elif event.key is None:
             if operation == "u":
                 self._remove(schema, None, before)
-            self._rows[json.dumps(self._numbered(schema, after))] += 1
+            row = self._numbered(schema, after)
+            self._kept[repr(row)] = row
+            self._rows[repr(row)] += 1
         else:
             self._write(schema, event.key, after, operation)
 
     def _write(self, schema: TableSchema, key: Any, after: dict[str, Any], operation: str) -> None:
-        number = json.dumps(key, sort_keys=True)
+        number = repr(sorted(key.items()))
         old = self._by_key.get(number, self._moved if operation == "c" else {})
         row = self._numbered(schema, after)
         self._by_key[number] = {
@@ -177,11 +207,11 @@ class TableReader:
 
     def _remove(self, schema: TableSchema, key: Any, before: dict[str, Any]) -> None:
         if key is not None:
-            number = json.dumps(key, sort_keys=True)
+            number = repr(sorted(key.items()))
             assert number in self._by_key or self._restructured, "a row is removed that does not exist"
             self._moved = self._by_key.pop(number, {})
             return
-        row = json.dumps(self._numbered(schema, before))
+        row = repr(self._numbered(schema, before))
         assert self._rows[row] or self._restructured, "a row is removed that does not exist"
         self._rows[row] -= 1 if self._rows[row] else 0
 
@@ -211,7 +241,7 @@ class TableReader:
     def rows(self, schema: TableSchema) -> list[dict[str, Any]]:
         """Return the rows in the columns of `schema`, as Python values."""
         assert not self._tombstone_due
-        kept = [{int(number): cell for number, cell in json.loads(row).items()} for row in self._rows.elements()]
+        kept = [self._kept[row] for row in self._rows.elements()]
         layout = segment_layout(schema)
         return [
             {each.column.name: to_python(row.get(each.column.attnum), each.codec.arrow_type) for each in layout.columns}
@@ -300,7 +330,7 @@ def to_python(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_floating(kind):
         return float(value)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return b64decode(value)
+        return value if isinstance(value, bytes) else b64decode(value)
     if pa.types.is_integer(kind) and isinstance(value, str):
         return Unrepresentable(value)
     return value

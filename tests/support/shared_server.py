@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from penstock.destinations.kafka.registry import SchemaRegistry
+from penstock.errors import PenstockError
+from penstock.testing.apicurio import SchemaRegistryServer
 from penstock.testing.kafka import KafkaServer, commits_a_transaction
 from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer
 from penstock.testing.server import OwnServer
@@ -42,6 +45,18 @@ def shared_kafka(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
+def shared_registry(folder: Path) -> Iterator[str]:
+    """Return the address of the schema registry shared by all processes that pass this folder."""
+
+    def start() -> tuple[SchemaRegistryServer, str]:
+        server = SchemaRegistryServer().start()
+        return server, server.url
+
+    with _shared(folder / "registry", start, _has_subjects) as url:
+        yield url
+
+
+@contextmanager
 def _shared(path: Path, start: Callable[[], tuple[OwnServer, str]], is_running: Callable[[str], bool]) -> Iterator[str]:
     address, locking = path.with_suffix(".address"), path.with_suffix(".start")
     with path.with_suffix(".users").open("w") as users:
@@ -64,6 +79,14 @@ def _answers(url: str) -> bool:
     try:
         ExistingOpenSearch(url).request("GET", "/", timeout=30)
     except OSError:
+        return False
+    return True
+
+
+def _has_subjects(url: str) -> bool:
+    try:
+        SchemaRegistry(url).check()
+    except PenstockError:
         return False
     return True
 

@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import pyarrow as pa
 from confluent_kafka import KafkaException
 
 from penstock.changes.batch import EventBatch, Rows, SchemaChange, TableChanges, TableStep
+from penstock.changes.segment import segment_layout
 from penstock.destinations.base import Capabilities, CopyRows, DestinationContext, WriteHandle, WriteResult, completed
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.kafka.client import ANY_PARTITION, Fenced, Writer
@@ -220,7 +222,7 @@ class KafkaDestination:
         topic = known.next_topic
         self._create_topic(topic)
         lane = self._lanes[schema.table_id % _LANES]
-        encoder = self._encoder(schema, topic)
+        encoder = self._encoder(schema, topic, rows.arrow_schema)
         target = CopyTarget(
             self._cluster,
             control,
@@ -413,12 +415,15 @@ class KafkaDestination:
                     writer.send(control.topic, control.schema(step.new, step.version), 0)
                 elif isinstance(step, Rows):
                     schema = step.schema
-                    encoder, partition = self._encoder(schema, topic), self._partition(topic, schema)
+                    partition = self._partition(topic, schema)
                     for segment in step.segments:
-                        writer.send(topic, encoder.changes(read_segment(segment), schema), partition)
+                        rows = read_segment(segment)
+                        encoder = self._encoder(schema, topic, rows.schema)
+                        writer.send(topic, encoder.changes(rows, schema), partition)
                 elif self._options.truncates:
-                    schema = schema or _named(part.known)
-                    messages = self._encoder(schema, topic).truncate(step, schema)
+                    schema = schema or self._last_schema(part.known)
+                    encoder = self._encoder(schema, topic, segment_layout(schema).arrow_schema)
+                    messages = encoder.truncate(step, schema)
                     writer.send(topic, messages, max(self._partition(topic, schema), 0))
         except KafkaException:
             raise
@@ -463,9 +468,17 @@ class KafkaDestination:
         with self._lock:
             self._known |= {each.table_id: each for each in records}
 
-    def _encoder(self, schema: TableSchema, topic: str) -> Encoder:
+    def _encoder(self, schema: TableSchema, topic: str, arrow: pa.Schema) -> Encoder:
         context = self._started
-        return self._options.encoder(context.pipeline_id, context.store.ancestry.current.database, topic, schema)
+        database = context.store.ancestry.current.database
+        return self._options.encoder(context.pipeline_id, database, topic, schema, arrow)
+
+    def _last_schema(self, known: Known) -> TableSchema:
+        """Return the schema for a truncate that comes without rows."""
+        versions = self._started.store.get_table_schemas()
+        found = [each.schema for each in versions if each.table_id == known.table_id]
+        namespace, _, name = known.source.partition(".")
+        return found[-1] if found else TableSchema(known.table_id, namespace, name, ())
 
     def _create_topic(self, topic: str) -> None:
         if not self._cluster.partitions(topic):
@@ -505,12 +518,6 @@ def _first_schema(steps: Sequence[TableStep]) -> TableSchema | None:
         if isinstance(step, Rows):
             return step.schema
     return None
-
-
-def _named(known: Known) -> TableSchema:
-    """Return a schema without columns, for a truncate that comes alone: its message has none."""
-    namespace, _, name = known.source.partition(".")
-    return TableSchema(known.table_id, namespace, name, ())
 
 
 def _lost(known: Known) -> Known:

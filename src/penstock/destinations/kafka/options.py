@@ -7,10 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import pyarrow as pa
+
+from penstock.destinations.kafka.avro_format import AvroFormat, key_schema, value_schema
 from penstock.destinations.kafka.client import Cluster
 from penstock.destinations.kafka.control import Layout
 from penstock.destinations.kafka.json_format import JsonEnvelope, JsonFlat, Source
 from penstock.destinations.kafka.messages import Encoder, Format
+from penstock.destinations.kafka.registry import SchemaRegistry
 from penstock.destinations.naming import Naming
 from penstock.destinations.refusals import unusable
 from penstock.schema import TableSchema
@@ -92,16 +96,33 @@ class Options:
             return self.topic
         return f"{self._name(pipeline_id)}.{TOPICS.name(*place.split('/', 1))}"
 
-    def encoder(self, pipeline_id: str, database: str, topic: str, schema: TableSchema) -> Encoder:
-        """Return what makes messages of the rows of a table."""
+    def encoder(self, pipeline_id: str, database: str, topic: str, schema: TableSchema, arrow: pa.Schema) -> Encoder:
+        """Return what makes messages of the rows of a table, which have the types of `arrow`."""
         source = Source(self.topic or self._name(pipeline_id), database, self.unavailable_value)
-        return Encoder(self._format(source, topic, schema), self.tombstones)
+        return Encoder(self._format(source, topic, schema, arrow), self.tombstones)
 
     def check_registry(self) -> None:
         """Raise if the schema registry cannot be used."""
+        if self.schema_registry is not None:
+            SchemaRegistry(self.schema_registry, self.schema_registry_auth_env).check()
 
-    def _format(self, source: Source, topic: str, schema: TableSchema) -> Format:
+    def _format(self, source: Source, topic: str, schema: TableSchema, arrow: pa.Schema) -> Format:
+        if self.schema_registry is not None:
+            registry = SchemaRegistry(self.schema_registry, self.schema_registry_auth_env)
+            return self._avro(source, topic, schema, arrow, registry)
         return JsonEnvelope(source) if self.envelope == "debezium" else JsonFlat(source)
+
+    def _avro(
+        self, source: Source, topic: str, schema: TableSchema, arrow: pa.Schema, registry: SchemaRegistry
+    ) -> AvroFormat:
+        flat, table = self.envelope == "flat", str(schema)
+        # In a topic of several tables, subjects are named after the records, too.
+        name = topic if self.topic is None else f"{topic}.{TOPICS.table(schema)}"
+        value_id = registry.register(f"{name}-value", value_schema(schema, name, arrow, flat=flat), table)
+        key_id = 0
+        if schema.key:
+            key_id = registry.register(f"{name}-key", key_schema(schema, name, arrow), table)
+        return AvroFormat(source, key_id, value_id, flat)
 
     def _name(self, pipeline_id: str) -> str:
         return self.topic_prefix or re.sub(r"[^A-Za-z0-9._-]", "_", pipeline_id)

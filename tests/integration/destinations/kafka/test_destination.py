@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from penstock.changes.events import Unchanged
 from penstock.destinations.registry import create_destination
 from penstock.errors import ConfigError, DestinationUnavailable
+from penstock.schema import Column
 from penstock.testing.destinations import ScriptedSource
-from penstock.testing.destinations.contract import ITEMS, LINES, ORDERS
+from penstock.testing.destinations.contract import INT8, ITEMS, LINES, ORDERS
 from penstock.testing.server import free_port
-from tests.support.kafka import Kafka, read_topic
+from tests.support.kafka import AvroDecoder, Kafka, read_topic
 
 
 def order(number: int, note: Any = "a note") -> dict[str, Any]:
@@ -87,6 +89,45 @@ def test_changes_of_a_key_stay_in_order_in_several_partitions(kafka: Kafka, tmp_
     lines = kafka.events(kafka.topic(LINES))
     assert len({event.partition for event in lines}) == 1
     assert [event.value["after"]["level"] for event in lines] == list(range(30))
+
+
+@pytest.mark.parametrize("envelope", ["debezium", "flat"])
+def test_avro_has_the_same_events_and_new_schemas_when_columns_change(
+    kafka: Kafka, schema_registry: str, tmp_path: Path, envelope: str
+):
+    kafka.decode = AvroDecoder(schema_registry)
+    options = {"format": "avro", "schema_registry": schema_registry, "envelope": envelope}
+    kafka.open(**options).probe()
+    source = ScriptedSource(tmp_path)
+    life(kafka, source, **options)
+    added = replace(ORDERS, columns=(*ORDERS.columns, Column("amount", 4, INT8)))
+    with source.transaction() as transaction:
+        transaction.insert(added, order(3) | {"amount": 30})
+        transaction.update(added, order(4, Unchanged) | {"amount": 40}, old={"id": 3})
+    destination = kafka.started(**options)
+    destination.write_events(source.batch()).result(60)
+    destination.shutdown()
+    values = [event.value for event in kafka.events(kafka.topic(ORDERS)) if event.value is not None]
+    if envelope == "flat":
+        assert [each["__op"] for each in values] == ["r", "c", "u", "d", "t", "r", "c", "d", "c"]
+        assert (values[-1]["amount"], values[-1]["note"], values[-2]["__deleted"]) == (
+            40,
+            "__debezium_unavailable_value",
+            "true",
+        )
+        return
+    assert [each["op"] for each in values] == ["r", "c", "u", "d", "t", "r", "c", "d", "c"]
+    assert values[2]["after"]["note"] == "__debezium_unavailable_value"
+    assert values[-1]["after"] == order(4, "__debezium_unavailable_value") | {"amount": 40}
+    assert kafka.rows(added) == [order(2) | {"amount": None}, order(4) | {"amount": 40}]
+
+
+def test_a_registry_that_is_away_makes_all_tables_wait(kafka: Kafka, tmp_path: Path):
+    away = f"http://127.0.0.1:{free_port()}"
+    destination = kafka.started(format="avro", schema_registry=away)
+    destination.drop_table_for_copy(ORDERS, "attempt-1")
+    with pytest.raises(DestinationUnavailable):
+        destination.write_table_rows(ORDERS, ScriptedSource(tmp_path).copy(ORDERS, []))
 
 
 def test_a_probe_leaves_no_record(kafka: Kafka):
