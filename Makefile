@@ -13,7 +13,6 @@ STAMP := $(VENV)/.installed
 JARS := $(VENV)/jars
 SPARK_CLASSES := $(VENV)/spark-classes.jsa
 OPENSEARCH := $(VENV)/opensearch
-KAFKA := $(VENV)/kafka
 PYTEST := $(BIN)/python -m pytest
 # Tests start hundreds of processes; without bytecode files, each would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,7 +55,7 @@ opensearch: $(STAMP) system
 
 .PHONY: kafka
 kafka: $(STAMP) system
-	@$(BIN)/python scripts/kafka-server.py $(KAFKA)
+	@$(BIN)/python scripts/kafka-server.py $(VENV)/kafka $(VENV)/apicurio
 
 .PHONY: bigquery-emulator
 bigquery-emulator: $(STAMP) ## install the BigQuery emulator, for the tests of that destination

@@ -21,6 +21,16 @@ MIRROR_SETTINGS = """
   <resolvers><ibiblio name="mirror" m2compatible="true" root="${mirror}"/></resolvers>
 </ivysettings>
 """
+ARCHIVE = """
+<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">
+  <info organisation="penstock" module="archive"/>
+  <dependencies>
+    <dependency org="{0}" name="{1}" rev="{2}" transitive="false">
+      <artifact name="{1}" type="{4}" ext="{4}" m:classifier="{3}"/>
+    </dependency>
+  </dependencies>
+</ivy-module>
+"""
 SECONDS = 900
 
 
@@ -28,22 +38,31 @@ def fetch(coordinates: tuple[str, str, str, str], folder: Path) -> Path:
     """Fetch the file of an artifact, without its dependencies."""
     group, artifact, version, kind = coordinates
     wanted = ["-types", kind, "-notransitive", "-retrieve", str(folder / "[artifact]-[revision].[ext]")]
-    resolve((group, artifact, version), folder, wanted)
+    resolve(["-dependency", group, artifact, version, *wanted], folder)
     path = folder / f"{artifact}-{version}.{kind}"
     if not path.exists():
         raise FileNotFoundError(f"{group}:{artifact}:{version} has no {kind}")
     return path
 
 
+def fetch_archive(coordinates: tuple[str, str, str], classifier: str, kind: str, folder: Path) -> Path:
+    """Fetch a file that has a classifier, which needs a description of the module."""
+    group, artifact, version = coordinates
+    described = folder / "ivy.xml"
+    described.write_text(ARCHIVE.format(group, artifact, version, classifier, kind))
+    resolve(["-ivy", str(described), "-retrieve", str(folder / "[artifact]-[revision].[ext]")], folder)
+    return folder / f"{artifact}-{version}.{kind}"
+
+
 def fetch_jars(coordinates: tuple[str, str, str], folder: Path, target: Path) -> None:
     """Fetch a jar and all that it needs to run into a folder."""
     wanted = ["-types", "jar", "bundle", "-confs", "default", "-retrieve", str(target / "[artifact]-[revision].[ext]")]
-    resolve(coordinates, folder, wanted)
+    resolve(["-dependency", *coordinates, *wanted], folder)
 
 
-def resolve(coordinates: tuple[str, str, str], folder: Path, wanted: list[str]) -> None:
+def resolve(wanted: list[str], folder: Path) -> None:
     """Run Ivy."""
-    arguments = ["-dependency", *coordinates, *wanted, "-m2compatible", "-cache", str(folder / "cache")]
+    arguments = [*wanted, "-m2compatible", "-cache", str(folder / "cache")]
     options: list[str] = []
     if mirror := os.environ.get(MIRROR_VARIABLE):
         settings = folder / "ivysettings.xml"

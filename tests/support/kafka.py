@@ -168,7 +168,7 @@ class TableReader:
     def take(self, event: Event) -> None:
         """Follow an event; fail if it comes twice or out of order."""
         if event.value is None:
-            assert self._tombstone_due.pop(event.partition) == event.key
+            assert repr(self._tombstone_due.pop(event.partition)) == repr(event.key)
             return
         assert event.partition not in self._tombstone_due
         operation, order = event.value["op"], event.order

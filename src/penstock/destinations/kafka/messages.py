@@ -94,8 +94,8 @@ class Origin:
     def take(self, rows: NDArray[np.int64]) -> Origin:
         """Return the origin of some changes."""
         index = pa.array(rows)
-        arrays = (each.take(index) for each in (self.commit_lsn, self.ordinal, self.commit_time, self.xid))
-        return Origin(*arrays, self.snapshot)
+        lsn, ordinal = self.commit_lsn.take(index), self.ordinal.take(index)
+        return Origin(lsn, ordinal, self.commit_time.take(index), self.xid.take(index), self.snapshot)
 
     def __len__(self) -> int:
         return len(self.commit_lsn)
@@ -154,7 +154,8 @@ class Encoder:
         after = _filled(current, old, rows, operations)
         is_delete, keyed = operations == Operation.DELETE, bool(schema.key)
         origin = Origin(
-            *(_array(rows.column(name)) for name in (COMMIT_LSN, ORDINAL)),
+            _array(rows.column(COMMIT_LSN)),
+            _array(rows.column(ORDINAL)),
             pc.cast(_array(rows.column(COMMIT_TIME)), pa.int64()),
             _array(rows.column(XID)),
         )

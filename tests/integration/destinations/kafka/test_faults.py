@@ -119,15 +119,18 @@ def write_and_die(servers: str, name: str, folder: Path) -> None:
 
 def test_a_process_that_lost_its_lease_writes_nothing(kafka: Kafka, tmp_path: Path):
     source = ScriptedSource(tmp_path)
-    zombie = copied(kafka, source, ORDERS)
+    zombie = copied(kafka, source, ORDERS, ITEMS)
     successor = kafka.started(replace(make_context(), epoch=1))
     insert(source, ORDERS, order(1))
     batch = source.batch()
     successor.write_events(batch).result(SECONDS)
     with pytest.raises(DestinationUnavailable):
         zombie.write_events(batch).result(SECONDS)
-    with pytest.raises(LeaseLost):
-        zombie.write_events(batch).result(SECONDS)
+    insert(source, ITEMS, order(1))
+    items = source.batch()
+    for stale in (batch, items, items):
+        with pytest.raises(LeaseLost):
+            zombie.write_events(stale).result(SECONDS)
     insert(source, ORDERS, order(2))
     # The zombie has fenced the successor while it found out; the successor goes on.
     with pytest.raises(DestinationUnavailable):
@@ -136,6 +139,7 @@ def test_a_process_that_lost_its_lease_writes_nothing(kafka: Kafka, tmp_path: Pa
     with pytest.raises(LeaseLost):
         kafka.started()
     assert ids(kafka) == [1, 2]
+    assert ids(kafka, ITEMS) == []
 
 
 def test_a_message_that_is_too_large_stops_its_table_only(kafka: Kafka, tmp_path: Path):
