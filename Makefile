@@ -110,7 +110,7 @@ fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-to-postgres bench-split bench-latency bench-served bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
+bench: bench-capture bench-copy bench-stream bench-to-postgres bench-to-kafka bench-split bench-latency bench-served bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
@@ -139,6 +139,10 @@ bench-shutdown: $(STAMP) ## measure how fast a pipeline stops and resumes; small
 .PHONY: bench-stream
 bench-stream: $(STAMP) ## compare streaming into Delta with pg_recvlogical; ARGS="--large" adds tables of 20M rows
 	$(BIN)/python benchmarks/stream.py $(ARGS)
+
+.PHONY: bench-to-kafka
+bench-to-kafka: $(STAMP) kafka ## compare sending changes to Kafka with pg_recvlogical; smaller: ARGS="--changes 300000 --rows 100000 --rounds 2"
+	$(BIN)/python benchmarks/to_kafka.py $(ARGS)
 
 .PHONY: bench-to-postgres
 bench-to-postgres: $(STAMP) ## compare writing to Postgres with pg_recvlogical, a subscription and COPY; smaller: ARGS="--changes 200000 --rows 300000 --rounds 1"

@@ -38,7 +38,7 @@ from penstock.errors import PenstockError
 logger = logging.getLogger(__name__)
 _client_logger = logging.getLogger(f"{__name__}.librdkafka")
 # What fails is reported by the request that fails.
-_client_logger.setLevel(logging.CRITICAL)
+_client_logger.setLevel(logging.CRITICAL + 1)
 
 ANY_PARTITION = -1
 _ACCESS = frozenset(
@@ -83,6 +83,8 @@ _PASSING = frozenset(
     }
 )
 """Codes of errors that time or an operator heals, or that a new producer heals."""
+_STUCK_SECONDS = 5.0
+"""After so long without an acknowledgement, a writer looks whether its topics still exist."""
 _GRANTS = (
     "Check bootstrap_servers, client and client_env in [destination]. The user needs create, describe, describe "
     "configs, read and write on the topics, and describe and write on the transactional ids."
@@ -225,6 +227,7 @@ class Writer:
         self._cluster = cluster
         self._producer: Producer | None = None
         self._failed: KafkaError | None = None
+        self._topics: set[str] = set()
 
     def initialize(self) -> None:
         """Abort what an earlier producer of this id left open, and refuse what it still sends."""
@@ -255,6 +258,7 @@ class Writer:
         if producer is None:
             raise RuntimeError("the producer was not initialized")
         self._failed = None
+        self._topics.clear()
         with translated(self._cluster, table):
             try:
                 producer.begin_transaction()
@@ -275,6 +279,7 @@ class Writer:
         producer = self._producer
         if producer is None:
             raise RuntimeError("the producer was not initialized")
+        self._topics.add(topic)
         keys, values = _objects(messages.keys), _objects(messages.values)
         produce = producer.produce
         # The only loop over messages: the client takes them one by one. They are finished bytes.
@@ -306,7 +311,13 @@ class Writer:
     def _commit(self, producer: Producer) -> None:
         deadline = time.monotonic() + self._cluster.answer_seconds
         # The commit itself flushes, but the flush of a large transaction may take longer than an answer.
-        while _flush(producer):
+        waiting, since = 0, time.monotonic()
+        while left := _flush(producer):
+            if left != waiting:
+                waiting, since = left, time.monotonic()
+            elif time.monotonic() > since + _STUCK_SECONDS:
+                self._require_topics()
+                since = time.monotonic()
             if self._failed is not None:
                 raise KafkaException(self._failed)
             if time.monotonic() > deadline + self._cluster.transaction_seconds:
@@ -320,12 +331,18 @@ class Writer:
                 if not found.retriable() or time.monotonic() > deadline:
                     raise
 
+    def _require_topics(self) -> None:
+        """Raise if a topic of the transaction was deleted: its messages would wait until they expire."""
+        for topic in self._topics:
+            if not self._cluster.partitions(topic):
+                raise KafkaException(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
+
     def _abandon(self, producer: Producer, error: KafkaException | None) -> None:
         """Abort, or leave it to the next producer of this id."""
         found = None if error is None else error.args[0]
         # After an error of the commit that may be retried, nobody knows whether it has happened: only a new producer
         # of the same id makes that certain.
-        if found is None or found.txn_requires_abort() or self._failed is not None:
+        if found is None or found.txn_requires_abort() or found.code() in _NO_TOPIC or self._failed is not None:
             try:
                 producer.purge(in_flight=False, blocking=False)
                 producer.abort_transaction(self._cluster.answer_seconds)

@@ -180,6 +180,19 @@ def test_a_topic_that_is_deleted_needs_a_new_copy(kafka: Kafka, tmp_path: Path):
     assert ids(kafka) == [1]
 
 
+@pytest.mark.soak
+def test_a_topic_that_is_deleted_meanwhile_stops_its_table_only(kafka: Kafka, tmp_path: Path):
+    source = ScriptedSource(tmp_path)
+    destination = copied(kafka, source, ORDERS, ITEMS)
+    deleted = kafka.topic(ORDERS)
+    kafka.cluster.admin().delete_topics([deleted])[deleted].result(SECONDS)
+    insert(source, ORDERS, order(1))
+    insert(source, ITEMS, order(1))
+    result = destination.write_events(source.batch()).result(SECONDS)
+    assert "no complete copy" in str(result.of(ORDERS.table_id).error)
+    assert ids(kafka, ITEMS) == [1]
+
+
 def test_two_pipelines_never_share_a_topic(kafka: Kafka, tmp_path: Path):
     """Both claim it at the same time; the first claim counts."""
     destinations = [kafka.started(make_context(name)) for name in ("one", "two")]
