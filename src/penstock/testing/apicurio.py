@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Self
 
-from penstock.errors import ConfigError, ServerUnavailable
+from penstock.errors import ConfigError
 from penstock.testing.opensearch import find_java
-from penstock.testing.server import OwnServer, java_environment
+from penstock.testing.server import OwnServer, free_port, java_environment
 
 HOME_VARIABLE = "PENSTOCK_APICURIO_HOME"
 """The folder with `quarkus-run.jar`; by default `apicurio` in the interpreter's environment."""
@@ -44,9 +42,7 @@ class SchemaRegistryServer(OwnServer):
         except BaseException:
             self.close()
             raise
-        settings = {"quarkus.http.host": "127.0.0.1", "quarkus.http.port": self.port, "java.io.tmpdir": self.folder}
-        named = [f"-D{name}={value}" for name, value in settings.items()]
-        self._command = [str(program), *_JAVA_OPTIONS, *named, "-jar", str(jar)]
+        self._program, self._jar = str(program), str(jar)
 
     @property
     def url(self) -> str:
@@ -55,15 +51,24 @@ class SchemaRegistryServer(OwnServer):
 
     def start(self, *, timeout: float = START_SECONDS) -> Self:
         """Start it and wait until it answers."""
-        self._launch(self._command, java_environment())
-        deadline = time.monotonic() + timeout
-        while self.running and time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"{self.url}/subjects", timeout=5).close()
-            except (OSError, urllib.error.URLError):
-                time.sleep(0.2)
-            else:
-                return self
-        said = self.log_tail()
-        self.kill()
-        raise ServerUnavailable(f"the schema registry did not start; its log ends with:\n{said}", hint="")
+        self._start_on_a_free_port(self._try, self._answers, timeout=timeout, settled=False)
+        return self
+
+    def _try(self) -> None:
+        settings = {
+            "quarkus.http.host": "127.0.0.1",
+            "quarkus.http.port": self.port,
+            # Not used, but must not collide with that of another server.
+            "quarkus.management.host": "127.0.0.1",
+            "quarkus.management.port": free_port(),
+            "java.io.tmpdir": self.folder,
+        }
+        named = [f"-D{name}={value}" for name, value in settings.items()]
+        self._launch([self._program, *_JAVA_OPTIONS, *named, "-jar", self._jar], java_environment())
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"{self.url}/subjects", timeout=5).close()
+        except OSError:
+            return False
+        return True

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
@@ -75,7 +74,9 @@ class KafkaServer(OwnServer):
         try:
             self._java = [java, *java_options, f"-Dlog4j2.configurationFile={self.folder}/log4j2.xml"]
             self._java += ["-cp", f"{self._reachable(home, 'home')}/libs/*"]
-            self._configure(dict(DEFAULT_SETTINGS) | dict(settings or {}))
+            self._settings = dict(DEFAULT_SETTINGS) | dict(settings or {})
+            self._settled = False
+            self._format()
         except BaseException:
             self.close()
             raise
@@ -87,35 +88,40 @@ class KafkaServer(OwnServer):
 
     def start(self, *, timeout: float = START_SECONDS) -> Self:
         """Start it and wait until a transaction can be committed, which is later than the first answer."""
-        if not self.running:
-            self.launch()
-        deadline = time.monotonic() + timeout
-        while self.running and time.monotonic() < deadline:
-            if commits_a_transaction(self.bootstrap_servers):
-                return self
-            time.sleep(0.2)
-        said = self.log_tail()
-        self.kill()
-        raise ServerUnavailable(f"Kafka did not start; its log ends with:\n{said}", hint="")
+        self._start_on_a_free_port(
+            self.launch,
+            lambda: commits_a_transaction(self.bootstrap_servers),
+            timeout=timeout,
+            settled=self._settled,
+        )
+        self._settled = True
+        return self
 
     def launch(self) -> None:
         """Start it without waiting."""
+        if not self._settled:
+            self._write_properties()
         self._launch([*self._java, "kafka.Kafka", str(self.folder / "server.properties")], java_environment())
 
-    def _configure(self, settings: Mapping[str, object]) -> None:
+    def _write_properties(self) -> Path:
         controller = free_port()
-        (self.folder / "data").mkdir()
         settings = {
-            **settings,
+            **self._settings,
             "listeners": f"PLAINTEXT://127.0.0.1:{self.port},CONTROLLER://127.0.0.1:{controller}",
             "controller.quorum.voters": f"1@127.0.0.1:{controller}",
             "log.dirs": str(self.folder / "data"),
         }
         properties = self.folder / "server.properties"
         properties.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
+        self._give(properties)
+        return properties
+
+    def _format(self) -> None:
+        (self.folder / "data").mkdir()
         (self.folder / "log4j2.xml").write_text(_LOG_CONFIG)
-        for path in (self.folder / "data", properties, self.folder / "log4j2.xml"):
+        for path in (self.folder / "data", self.folder / "log4j2.xml"):
             self._give(path)
+        properties = self._write_properties()
         cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         command = ["kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(properties)]
         if self._spawn([*self._java, *command], java_environment()).wait(START_SECONDS):

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,6 +40,10 @@ fi
 rm -rf "$1"
 """
 """Waits for the end of its input, which comes when the process that holds the pipe ends, however it ends."""
+
+
+_PORTS_TRIED = 5
+_PORT_TAKEN = ("BindException", "Address already in use")
 
 
 class OwnServer:
@@ -151,6 +155,26 @@ class OwnServer:
         """Start a server that is one process, and note its id for the watcher."""
         self._process = self._spawn(command, environment)
         (self.folder / "pid").write_text(str(self._process.pid))
+
+    def _start_on_a_free_port(
+        self, launch: Callable[[], None], is_ready: Callable[[], bool], *, timeout: float, settled: bool
+    ) -> None:
+        """Launch until it is ready. Unless its port is settled, try another if somebody takes it meanwhile."""
+        for _ in range(_PORTS_TRIED):
+            if not self.running:
+                launch()
+            deadline = time.monotonic() + timeout
+            while self.running and time.monotonic() < deadline:
+                if is_ready():
+                    return
+                time.sleep(0.2)
+            said = self.log_tail(200)
+            self.kill()
+            if settled or not any(sign in said for sign in _PORT_TAKEN):
+                break
+            self.log_path.unlink(missing_ok=True)
+            self.port = free_port()
+        raise ServerUnavailable(f"the server did not start; its log ends with:\n{self.log_tail()}", hint="")
 
     def _reachable(self, folder: Path, name: str) -> Path:
         """Return a folder that the server's user can read: a copy if it cannot reach the original."""
