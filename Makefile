@@ -26,7 +26,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 .PHONY: setup
-setup: $(STAMP) jars opensearch bigquery-emulator ## create .venv with all extras and tools; as root, also install missing system packages
+setup: $(STAMP) jars opensearch kafka bigquery-emulator ## create .venv with all extras and tools; as root, also install missing system packages
 
 .PHONY: system
 system:
@@ -53,6 +53,10 @@ $(SPARK_CLASSES): $(STAMP) | system
 opensearch: $(STAMP) system
 	@$(BIN)/python scripts/opensearch-server.py $(OPENSEARCH)
 
+.PHONY: kafka
+kafka: $(STAMP) system
+	@$(BIN)/python scripts/kafka-server.py $(VENV)/kafka $(VENV)/apicurio
+
 .PHONY: bigquery-emulator
 bigquery-emulator: $(STAMP) ## install the BigQuery emulator, for the tests of that destination
 	@$(BIN)/python scripts/bigquery-emulator.py $(VENV)/bigquery-emulator
@@ -73,7 +77,7 @@ demo-search: $(STAMP) opensearch ## replicate a demo shop into OpenSearch docume
 # The type checker uses one core, and downloads use none: they run beside the unit tests. Their output is kept apart.
 .PHONY: test
 test: $(STAMP) ## run everything that must pass: lint, unit, integration and end-to-end tests
-	@$(MAKE) --no-print-directory --jobs 5 --output-sync=target unit lint collected jars opensearch bigquery-emulator $(SPARK_CLASSES)
+	@$(MAKE) --no-print-directory --jobs 5 --output-sync=target unit lint collected jars opensearch kafka bigquery-emulator $(SPARK_CLASSES)
 	@$(MAKE) --no-print-directory integration
 
 .PHONY: unit
@@ -81,7 +85,7 @@ unit: $(STAMP) ## run the tests that need no service
 	$(PYTEST) -q -n $(WORKERS) tests/unit $(ARGS)
 
 .PHONY: integration
-integration: $(STAMP) system jars opensearch bigquery-emulator $(SPARK_CLASSES) ## run the tests on real servers, and the end-to-end tests
+integration: $(STAMP) system jars opensearch kafka bigquery-emulator $(SPARK_CLASSES) ## run the tests on real servers, and the end-to-end tests
 	$(PYTEST) -q -n $(SERVER_WORKERS) --dist loadgroup $(SERVER_TESTS) $(ARGS)
 
 # Otherwise each of many processes compiles these tests.
@@ -111,7 +115,7 @@ fmt: $(STAMP) ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: bench-capture bench-copy bench-stream bench-to-postgres bench-to-duckdb bench-split bench-latency bench-served bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
+bench: bench-capture bench-copy bench-stream bench-to-postgres bench-to-duckdb bench-to-kafka bench-split bench-latency bench-served bench-verify bench-handover bench-schema-changes bench-shutdown bench-documents bench-source ## run all benchmarks
 
 .PHONY: bench-capture
 bench-capture: $(STAMP) ## compare capture with pg_recvlogical; smaller: ARGS="--workload mixed --changes 300000"
@@ -144,6 +148,10 @@ bench-stream: $(STAMP) ## compare streaming into Delta with pg_recvlogical; ARGS
 .PHONY: bench-to-duckdb
 bench-to-duckdb: $(STAMP) ## compare writing to a DuckDB file with pg_recvlogical and COPY
 	$(BIN)/python benchmarks/to_duckdb.py $(ARGS)
+
+.PHONY: bench-to-kafka
+bench-to-kafka: $(STAMP) kafka ## compare sending changes to Kafka with pg_recvlogical; smaller: ARGS="--changes 300000 --rows 100000 --rounds 2"
+	$(BIN)/python benchmarks/to_kafka.py $(ARGS)
 
 .PHONY: bench-to-postgres
 bench-to-postgres: $(STAMP) ## compare writing to Postgres with pg_recvlogical, a subscription and COPY; smaller: ARGS="--changes 200000 --rows 300000 --rounds 1"

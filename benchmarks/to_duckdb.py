@@ -22,7 +22,7 @@ import duckdb
 from draining import SERVER_SETTINGS, create_slot, drain_by_recvlogical, drop_slot, run_load
 from harness import BenchmarkFailed, load_average, median, print_result, say
 from stages import CORES, open_stage, spark_session
-from to_postgres import all_ready, drain, psql, slot_name, to_nowhere, wait
+from to_postgres import all_ready, drain, psql, slot_name, to_nowhere, wait_until
 from workloads import PUBLICATION, create_orders, prepare_mixed_into
 
 from penstock.coordinator import Coordinator
@@ -79,7 +79,7 @@ class DuckBench:
         with self.source.connect(self.database) as connection:
             count = len(connection.execute(query).fetchall())
         with self.pipeline(name) as pipeline:
-            wait(lambda: all_ready(pipeline, count), "the copy")
+            wait_until(lambda: all_ready(pipeline, count), "the copy")
 
     def require_equal(self, path: str, name: str, table: str) -> None:
         """Raise if a table of a file has other rows than the source."""

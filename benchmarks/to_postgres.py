@@ -194,7 +194,7 @@ def _copy(bench: Bench, connection: psycopg.Connection[Any], name: str) -> None:
     count = len(connection.execute("select from pg_catalog.pg_publication_tables").fetchall())
     began = time.monotonic()
     with bench.pipeline(name) as pipeline:
-        wait(lambda: all_ready(pipeline, count), "the copy")
+        wait_until(lambda: all_ready(pipeline, count), "the copy")
     bench.target.execute("vacuum (freeze, analyze)", database=name)
     say(f"{name}: copied in {time.monotonic() - began:.1f} s")
 
@@ -219,10 +219,10 @@ def _subscribe(bench: Bench, connection: psycopg.Connection[Any], name: str) -> 
             row = target.execute("select count(*) from pg_subscription_rel where srsubstate = 'r'").fetchone()
             return row is not None and row[0] == len(tables)
 
-        wait(synced, "the copy of the subscription")
+        wait_until(synced, "the copy of the subscription")
         target.execute(f"alter subscription {name} disable".encode())
         target.execute("vacuum (freeze, analyze)")
-    wait(lambda: _is_idle(connection, name), "the subscription to pause")
+    wait_until(lambda: _is_idle(connection, name), "the subscription to pause")
 
 
 def _is_idle(connection: psycopg.Connection[Any], slot: str) -> bool:
@@ -236,7 +236,7 @@ def drain(bench: Piping, connection: psycopg.Connection[Any], slot: str, load: L
     with bench.pipeline(slot) as pipeline:
         with TreeWatch(os.getpid()) as watch:
             started = wait_for_start(connection, slot, lambda: True)
-            wait(lambda: _failed(pipeline) or reaches(pipeline.status.acknowledged, load.end), "the load's end")
+            wait_until(lambda: failed(pipeline) or reaches(pipeline.status.acknowledged, load.end), "the load's end")
             ended = time.time()
         return Drained(ended - started.at, watch.cpu_seconds)
 
@@ -246,11 +246,11 @@ def _apply(bench: Bench, connection: psycopg.Connection[Any], slot: str) -> Drai
     with bench.target.connect(slot) as target:
         target.execute(f"alter subscription {slot} enable".encode())
         started = wait_for_start(connection, slot, lambda: True)
-        wait(lambda: bool(target.execute(f"select from {MARKER}".encode()).fetchall()), "the subscription")
+        wait_until(lambda: bool(target.execute(f"select from {MARKER}".encode()).fetchall()), "the subscription")
         return Drained(time.time() - started.at, 0.0)
 
 
-def _failed(pipeline: RunningOutput) -> bool:
+def failed(pipeline: RunningOutput) -> bool:
     for name, phase in pipeline.phases.items():
         if isinstance(phase, Errored):
             raise BenchmarkFailed(f"{name} stopped: {phase.reason}")
@@ -260,11 +260,11 @@ def _failed(pipeline: RunningOutput) -> bool:
 
 
 def all_ready(pipeline: RunningOutput, count: int) -> bool:
-    _failed(pipeline)
+    failed(pipeline)
     return len(pipeline.phases) == count and all(isinstance(each, Ready) for each in pipeline.phases.values())
 
 
-def wait(look: Callable[[], bool], what: str) -> None:
+def wait_until(look: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not look():
         if time.monotonic() > deadline:

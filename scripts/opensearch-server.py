@@ -9,7 +9,6 @@ Usage: opensearch-server.py <folder>
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -17,9 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import pyspark
-
-from penstock.testing.opensearch import find_java
+from ivy import fetch, why_failed
 
 VERSION = "3.6.0"
 SERVER = ("org.opensearch.distribution.integ-test-zip", "opensearch", VERSION, "zip")
@@ -28,14 +25,6 @@ BREAK_ITERATORS = (
     ("com.ibm.icu", "icu4j", "77.1", "jar"),
     ("com.ibm.icu", "icu4j-localespi", "77.1", "jar"),
 )
-MIRROR_VARIABLE = "DEFAULT_ARTIFACT_REPOSITORY"
-MIRROR_SETTINGS = """
-<ivysettings>
-  <settings defaultResolver="mirror"/>
-  <resolvers><ibiblio name="mirror" m2compatible="true" root="${mirror}"/></resolvers>
-</ivysettings>
-"""
-SECONDS = 900
 
 
 def main() -> int:
@@ -49,41 +38,11 @@ def main() -> int:
             archive = fetch(SERVER, folder)
             libraries = [fetch(each, folder) for each in BREAK_ITERATORS]
         except (OSError, subprocess.SubprocessError) as error:
-            output = getattr(error, "stdout", None) or str(error)
-            print(f"make: could not fetch OpenSearch; the end of Ivy's output:\n{output[-800:]}", file=sys.stderr)
-            print("make: continuing without it; tests that need it are skipped and listed.", file=sys.stderr)
+            print(why_failed("OpenSearch", error), file=sys.stderr)
             return 0
         install(archive, libraries, target)
     stamp.touch()
     return 0
-
-
-def fetch(coordinates: tuple[str, str, str, str], folder: Path) -> Path:
-    """Fetch the file of an artifact, without its dependencies."""
-    group, artifact, version, kind = coordinates
-    arguments = ["-dependency", group, artifact, version, "-types", kind, "-notransitive", "-m2compatible"]
-    arguments += ["-cache", str(folder / "cache"), "-retrieve", str(folder / "[artifact]-[revision].[ext]")]
-    options: list[str] = []
-    if mirror := os.environ.get(MIRROR_VARIABLE):
-        settings = folder / "ivysettings.xml"
-        settings.write_text(MIRROR_SETTINGS)
-        options = [f"-Dmirror={mirror}"]
-        arguments += ["-settings", str(settings)]
-    ivy = next((Path(pyspark.__file__).parent / "jars").glob("ivy-*.jar"))
-    command = [java(), *options, "-jar", str(ivy), *arguments]
-    subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
-    path = folder / f"{artifact}-{version}.{kind}"
-    if not path.exists():
-        raise FileNotFoundError(f"{group}:{artifact}:{version} has no {kind}")
-    return path
-
-
-def java() -> str:
-    """Return the machine's own Java if there is one: it trusts the certificates of a mirror or proxy."""
-    home = os.environ.get("JAVA_HOME")
-    packaged = find_java()
-    found = (home and shutil.which("java", path=f"{home}/bin")) or shutil.which("java")
-    return found or (str(packaged / "bin" / "java") if packaged else "java")
 
 
 def install(archive: Path, libraries: list[Path], target: Path) -> None:

@@ -156,6 +156,10 @@ STAGES = (
         lambda count, seed: Run(
             _soak("tests/e2e/test_duckdb.py"),
             {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
+    Stage("kafka trials", "pipelines into Kafka, with writers and kills", 20, 0.05, 45, 5,
+        lambda count, seed: Run(
+            _soak("tests/e2e/test_kafka.py"),
+            {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("delta trials", "pipelines into Delta, with writers and kills", 200, 0.20, 40, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_delta.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("spark trials", "kills of upserts by Spark, into Delta and PostgreSQL each", 30, 0.10, 60, 5,

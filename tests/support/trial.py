@@ -40,6 +40,7 @@ from penstock.lsn import Lsn, reaches
 from penstock.schema import TableSchema
 from penstock.state import open_store
 from penstock.state.commands import CommandKind
+from penstock.testing.kafka import KafkaServer
 from penstock.testing.postgres import PostgresServer
 from tests.e2e.lake import HistoryReadBack, LakeReadBack
 from tests.support.clickhouse import ExportedReadBack
@@ -47,6 +48,7 @@ from tests.support.delta_jars import delta_spark_options, jdbc_url
 from tests.support.drive_pipeline import DriveSettings
 from tests.support.duckdb import Duck
 from tests.support.faults import FAULTS, IN_STATE_FILE, IN_STATE_SERVER, SERVER_SETTINGS, open_scene
+from tests.support.kafka import KafkaReadBack
 from tests.support.oracle import current_position
 from tests.support.pipeline_process import HANG_SECONDS, PipelineEnded, PipelineProcess, Seen
 from tests.support.planned_tables import Size, plan_tables
@@ -144,7 +146,7 @@ class TrialSettings:
     @property
     def keeps_changes(self) -> bool:
         """True if the destination keeps every change."""
-        return self.destination == "parquet" or self.options.get("mode") == "history"
+        return self.destination in ("parquet", "kafka") or self.options.get("mode") == "history"
 
     @property
     def writes_jdbc(self) -> bool:
@@ -347,6 +349,9 @@ class _Trial:
         if settings.writes_jdbc:
             samples = [sample for sample in samples if sample.type in JDBC_TYPES]
             self._target = server.create_database()
+        self._broker = ""
+        if settings.destination == "kafka" and "bootstrap_servers" not in settings.options:
+            self._broker = stack.enter_context(KafkaServer()).bootstrap_servers
         self._server = server
         self._tables = plan_tables(Random(f"{settings.seed}-tables"), samples, settings.size)
         driven = [self._driven(folder, number) for number in range(settings.pipelines)]
@@ -416,6 +421,12 @@ class _Trial:
             options |= {"url": f"chdb://{own}/engine", "database": "trial", "fsync": False}
         if self._settings.destination == "duckdb":
             options |= {"path": f"{own}/lake.db"}
+        if self._settings.destination == "kafka":
+            names = {
+                "control_topic": f"{self._database}-{number}-control",
+                "topic_prefix": f"{self._database}-{number}",
+            }
+            options = {"bootstrap_servers": self._broker, **names} | options
         return DriveSettings(
             dsn=self._dsn,
             folder=str(own),
@@ -584,6 +595,8 @@ def _read_back(driven: DriveSettings, target: str) -> ReadBack:
         return ExportedReadBack(driven.options["url"], driven.options["database"], driven.id)
     if driven.destination == "duckdb":
         return Duck(driven.options["path"]).readback(driven.id)
+    if driven.destination == "kafka":
+        return KafkaReadBack(driven.options["bootstrap_servers"], driven.options["control_topic"], driven.id)
     if driven.destination == "parquet":
         return ParquetReader(driven.lake)
     return (HistoryReadBack if driven.options.get("mode") == "history" else LakeReadBack)(driven.lake)
@@ -629,7 +642,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--master", default=None, help="Spark's master; by default tasks run in the pipelines' processes"
     )
     parser.add_argument(
-        "--destination", choices=["parquet", "delta", "postgres", "clickhouse", "duckdb", "spark"], default="parquet"
+        "--destination",
+        choices=["parquet", "delta", "postgres", "clickhouse", "duckdb", "kafka", "spark"],
+        default="parquet",
     )
     parser.add_argument("--options", type=json.loads, default={}, help="options of the destination, as JSON")
     parser.add_argument("--ddl", choices=[each.value for each in Ddl], default=Ddl.NONE.value)

@@ -21,6 +21,7 @@ DESTINATIONS: Mapping[str, Registered] = {
     "postgres": Registered("penstock.destinations.postgres:PostgresDestination"),
     "spark": Registered("penstock.destinations.spark:SparkDestination", extra="spark"),
     "http": Registered("penstock.destinations.http:HttpDestination"),
+    "kafka": Registered("penstock.destinations.kafka.destination:KafkaDestination", extra="kafka"),
     "clickhouse": Registered("penstock.destinations.clickhouse.destination:ClickHouseDestination", extra="clickhouse"),
     "duckdb": Registered("penstock.destinations.duckdb:DuckDbDestination", extra="duckdb"),
 }

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from penstock.errors import ConfigError, ServerUnavailable
 from penstock.registry import install_command
-from penstock.testing.server import STOP_SECONDS, OwnServer, free_port, is_open_to_all
+from penstock.testing.server import OwnServer, free_port, java_environment
 
 HOME_VARIABLE = "PENSTOCK_OPENSEARCH_HOME"
 """The folder of an unpacked server; by default `opensearch` in the interpreter's environment."""
@@ -164,25 +164,7 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
 
     def launch(self) -> None:
         """Start it without waiting."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAVA", "JDK_JAVA"))}
-        self._process = self._spawn(self._command, environment | {"HOME": str(self.folder)})
-        (self.folder / "pid").write_text(str(self._process.pid))
-
-    def stop(self, *, timeout: float = STOP_SECONDS) -> None:
-        """Stop it cleanly; do nothing if it is not running."""
-        if self._process is not None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
-        self.kill()
-
-    def kill(self) -> None:
-        """Send SIGKILL, as if the machine had failed; `start()` then recovers what was acknowledged."""
-        process = self._process
-        if process is not None:
-            process.kill()
-            process.wait(STOP_SECONDS)
-        self._process = None
+        self._launch(self._command, java_environment() | {"HOME": str(self.folder)})
 
     def _configure(self, heap: int, settings: Mapping[str, object], java_options: Sequence[str]) -> None:
         for name in ("config", "data", "logs", "tmp"):
@@ -232,12 +214,6 @@ class OpenSearchServer(OwnServer, ExistingOpenSearch):
         ports = {"http.port": port, "transport.port": free_port()}
         kept = [line for line in path.read_text().splitlines() if line.partition(":")[0] not in ports]
         path.write_text("".join(f"{line}\n" for line in [*kept, *(f"{key}: {each}" for key, each in ports.items())]))
-
-    def _reachable(self, folder: Path, name: str) -> Path:
-        """Return a folder that the server's user can read: a copy if it cannot reach the original."""
-        if self._account is None or is_open_to_all(folder):
-            return folder
-        return shutil.copytree(folder, self.folder / name, symlinks=True)
 
     def _is_ready(self) -> bool:
         try:

@@ -9,6 +9,7 @@ process is killed, a waiting shell sees its pipe end, kills the server and remov
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pwd
 import shutil
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,6 +40,10 @@ fi
 rm -rf "$1"
 """
 """Waits for the end of its input, which comes when the process that holds the pipe ends, however it ends."""
+
+
+_PORTS_TRIED = 5
+_PORT_TAKEN = ("BindException", "Address already in use")
 
 
 class OwnServer:
@@ -66,9 +71,21 @@ class OwnServer:
         """Start it and wait until it can be used."""
         raise NotImplementedError
 
+    def stop(self, *, timeout: float = STOP_SECONDS) -> None:
+        """Stop it cleanly; do nothing if it is not running."""
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+        self.kill()
+
     def kill(self) -> None:
-        """End it with SIGKILL, as if the machine had failed."""
-        raise NotImplementedError
+        """End it with SIGKILL, as if the machine had failed; `start()` then recovers what was acknowledged."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait(STOP_SECONDS)
+        self._process = None
 
     @property
     def pid(self) -> int:
@@ -134,6 +151,37 @@ class OwnServer:
                 umask=0o077,
             )
 
+    def _launch(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start a server that is one process, and note its id for the watcher."""
+        self._process = self._spawn(command, environment)
+        (self.folder / "pid").write_text(str(self._process.pid))
+
+    def _start_on_a_free_port(
+        self, launch: Callable[[], None], is_ready: Callable[[], bool], *, timeout: float, settled: bool
+    ) -> None:
+        """Launch until it is ready. Unless its port is settled, try another if somebody takes it meanwhile."""
+        for _ in range(_PORTS_TRIED):
+            if not self.running:
+                launch()
+            deadline = time.monotonic() + timeout
+            while self.running and time.monotonic() < deadline:
+                if is_ready():
+                    return
+                time.sleep(0.2)
+            said = self.log_tail(200)
+            self.kill()
+            if settled or not any(sign in said for sign in _PORT_TAKEN):
+                break
+            self.log_path.unlink(missing_ok=True)
+            self.port = free_port()
+        raise ServerUnavailable(f"the server did not start; its log ends with:\n{self.log_tail()}", hint="")
+
+    def _reachable(self, folder: Path, name: str) -> Path:
+        """Return a folder that the server's user can read: a copy if it cannot reach the original."""
+        if self._account is None or is_open_to_all(folder):
+            return folder
+        return shutil.copytree(folder, self.folder / name, symlinks=True)
+
     def _give(self, path: Path) -> None:
         """Let the server's user own a file or folder."""
         if self._account is not None:
@@ -150,6 +198,11 @@ class OwnServer:
         raise ServerUnavailable(
             f"no temporary folder that user {UNPRIVILEGED_USER} can reach", hint="Set TMPDIR to a folder open to all."
         )
+
+
+def java_environment() -> dict[str, str]:
+    """The environment without options for Java, which are meant for other programs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("JAVA", "JDK_JAVA"))}
 
 
 def is_open_to_all(folder: Path) -> bool:

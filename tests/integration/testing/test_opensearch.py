@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.testing import opensearch
 from penstock.testing.opensearch import ExistingOpenSearch, OpenSearchServer, find_java, find_opensearch, why_not
 from penstock.testing.server import wait_until_gone
-from tests.support.opensearch_shared import shared_opensearch
+from tests.support.shared_server import shared_opensearch
 
 needs_opensearch = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
