@@ -139,10 +139,18 @@ function flow() {
     make("li", { class: "outputs" }, make("div", { class: "branches" }, branches)));
 }
 
+// Several phases have one name for people: [name, phases, number of tables], in the order of names.
+function byName(phases) {
+  return [...new Set(Object.values(PHASE_NAMES))].sort().map((name) => {
+    const each = Object.keys(PHASE_NAMES).filter((phase) => PHASE_NAMES[phase] === name);
+    return [name, each.join(), each.reduce((sum, phase) => sum + (phases[phase] || 0), 0)];
+  });
+}
+
 function phasesText(phases) {
   const total = Object.values(phases).reduce((sum, each) => sum + each, 0);
   if (!total) return "";
-  const others = Object.entries(phases).filter(([name]) => name !== "ready").map(([name, each]) => `${count(each)} ${PHASE_NAMES[name] || name}`);
+  const others = byName(phases).filter(([name, , each]) => each && name !== "ready").map(([name, , each]) => `${count(each)} ${name}`);
   return [`${count(phases.ready || 0)} of ${count(total)} tables ready`, ...others].join(", ");
 }
 
@@ -224,14 +232,6 @@ function copyBar(copy) {
   bar.style.width = `${Math.round(copy.fraction * 100)}%`;
   return make("div", {}, make("div", { class: "bar", role: "progressbar", "aria-label": "copied", "aria-valuenow": Math.round(copy.fraction * 100),
     "aria-valuemin": 0, "aria-valuemax": 100 }, bar), make("small", {}, `${Math.round(copy.fraction * 100)}%, ${count(copy.rows_done)} rows`));
-}
-
-// Several phases have one name for people: [name, phases, number of tables], in the order of names.
-function byName(phases) {
-  return [...new Set(Object.values(PHASE_NAMES))].sort().map((name) => {
-    const each = Object.keys(PHASE_NAMES).filter((phase) => PHASE_NAMES[phase] === name);
-    return [name, each.join(), each.reduce((sum, phase) => sum + (phases[phase] || 0), 0)];
-  });
 }
 
 function tables() {
