@@ -89,7 +89,10 @@ register_url_convertor("name", NameConvertor())
 
 def make_app(monitor: Monitor) -> Starlette:
     """Return the application; `penstock.server.guarding.Guard` goes around it."""
-    return Starlette(routes=Routes(monitor).all(), exception_handlers={HTTPException: _not_found, Refused: _refuse})
+    app = Starlette(routes=Routes(monitor).all(), exception_handlers={HTTPException: _not_found, Refused: _refuse})
+    # Its redirects repeat the Host of the request, without the scheme of a proxy.
+    app.router.redirect_slashes = False
+    return app
 
 
 class Routes:
@@ -114,7 +117,7 @@ class Routes:
         return [
             Route("/healthz", self._health),
             Route("/readyz", self._readiness),
-            Route("/metrics", self._kept_answer(lambda _: Response(self._metrics.render(), media_type=CONTENT_TYPE))),
+            Route("/metrics", self._kept_answer(self._scrape, waits=False)),
             *(Route(path, _file(*page)) for path, page in _PAGE.items()),
             Route(f"{api}/openapi.json", self._json(lambda _: self._document)),
             Route(f"{api}/now", self._json(lambda _: describe(self._monitor))),
@@ -150,10 +153,13 @@ class Routes:
 
     # Reading
 
-    def _kept_answer(self, make: Make, *parameters: str) -> Callable[[Request], Awaitable[Response]]:
+    def _kept_answer(
+        self, make: Make, *parameters: str, waits: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
         """Answer requests by `make`, once a second for each combination of values of these parameters.
 
-        A path without parameters has one answer. Nothing else that a client chooses makes another one.
+        A path without parameters has one answer. Nothing else that a client chooses makes another one. An answer that
+        does not wait is made even if others have used up the processor time.
         """
 
         async def answer(request: Request) -> Response:
@@ -168,14 +174,16 @@ class Routes:
                 return known[1]
             made = making.get(key)
             if made is None:
-                made = making[key] = asyncio.ensure_future(self._make(key, make, request, kept))
+                made = making[key] = asyncio.ensure_future(self._make(key, make, request, kept, waits=waits))
                 made.add_done_callback(lambda _: making.pop(key))
             # Others wait for it, too: a client that leaves must not end it.
             return await asyncio.shield(made)
 
         return answer
 
-    async def _make(self, key: Key, make: Make, request: Request, kept: dict[Key, tuple[float, Response]]) -> Response:
+    async def _make(
+        self, key: Key, make: Make, request: Request, kept: dict[Key, tuple[float, Response]], *, waits: bool
+    ) -> Response:
         spent = 0.0
 
         def timed() -> Response:
@@ -186,7 +194,7 @@ class Routes:
             finally:
                 spent = time.thread_time() - begun
 
-        while (seconds := self._processor.wait()) or self._making_now >= MADE_AT_ONCE:
+        while waits and ((seconds := self._processor.wait()) or self._making_now >= MADE_AT_ONCE):
             await asyncio.sleep(max(seconds, 0.02))
         self._making_now += 1
         try:
@@ -206,6 +214,10 @@ class Routes:
 
     def _json(self, read: Read, *parameters: str) -> Callable[[Request], Awaitable[Response]]:
         return self._kept_answer(lambda request: JSONResponse(self._monitor.discreet(read(request))), *parameters)
+
+    def _scrape(self, request: Request) -> Response:
+        # Never behind the searches of others: Prometheus would call the pipeline down.
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     def _batches(self, request: Request) -> dict[str, Any]:
         return batch_list(self._monitor, request.query_params)

@@ -69,6 +69,10 @@ class Refused(Exception):
         return {"error": str(self), **({"hint": self.hint} if self.hint else {})}
 
 
+class ClientLost(Exception):
+    """An answer that cannot be sent, such as to a client that broke the protocol meanwhile."""
+
+
 class Bucket:
     """Allows some calls at once, and then a rate."""
 
@@ -119,6 +123,8 @@ class Guard:
             path = one_line(scope["path"])[:200]
             logger.info(text, refused.status, scope["method"], path, _address(scope), refused)
             await answer.refuse(refused)
+        except ClientLost as lost:
+            logger.info("a client could not be answered client=%s reason=%s", _address(scope), lost)
         except asyncio.CancelledError:
             # The server ends, and does not wait for this client.
             logger.debug("request given up path=%s", one_line(scope["path"])[:200])
@@ -244,8 +250,13 @@ class _Answer:
                 *message["headers"],
                 *((name.encode(), value.encode()) for name, value in more.items() if name.encode() not in given),
             ]
-        async with asyncio.timeout(SEND_SECONDS):
-            await self._send(message)
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await self._send(message)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise ClientLost(type(error).__name__) from None
 
     async def refuse(self, refused: Refused) -> None:
         if self._has_begun:

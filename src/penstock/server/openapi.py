@@ -58,7 +58,7 @@ class VerifyBody(BaseModel):
 
 TABLE_QUERY = {
     "search": "part of the name",
-    "phase": "one phase",
+    "phase": "one phase, or several: `init,data_sync`",
     "output": "one output",
     "sort": "table, phase, rows, bytes, lag_bytes or output",
     "descending": "1 for the other order",

@@ -160,12 +160,16 @@ class Serving:
 
 def impatient_protocol() -> type[Any]:
     """Return uvicorn's HTTP protocol, with limits for connections, and for the time without a complete request."""
+    from h11 import LocalProtocolError
     from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    http = logging.getLogger(f"{__name__}.http")
+    http.addFilter(_what_clients_do)
 
     class Impatient(H11Protocol):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self.logger = logging.getLogger(f"{__name__}.http")
+            self.logger = http
             self._idle_since = time.monotonic()
 
         @property
@@ -188,6 +192,13 @@ def impatient_protocol() -> type[Any]:
             self.connections.discard(self)
             self.transport.abort()
 
+        def send_400_response(self, msg: str) -> None:
+            try:
+                super().send_400_response(msg)
+            except LocalProtocolError:
+                # As after a HEAD with a malformed body: asyncio would log this error with its traceback.
+                self.give_up()
+
         def on_response_complete(self) -> None:
             self._idle_since = time.monotonic()
             super().on_response_complete()
@@ -201,6 +212,13 @@ def impatient_protocol() -> type[Any]:
                 self.loop.call_later(REQUEST_SECONDS / 4, self._look)
 
     return Impatient
+
+
+def _what_clients_do(record: logging.LogRecord) -> bool:
+    """Log malformed requests at level info: no client can fill the log with warnings and errors of uvicorn."""
+    record.levelno = min(record.levelno, logging.INFO)
+    record.levelname = logging.getLevelName(record.levelno)
+    return logging.getLogger(record.name).isEnabledFor(record.levelno)
 
 
 class Listener(socket.socket):

@@ -13,7 +13,7 @@ from penstock.operations.status_model import OutputStatus, TableStatus, status_f
 from penstock.server.guarding import Refused
 from penstock.server.monitor import Monitor
 from penstock.server.openapi import package_version
-from penstock.state import Errored, Init
+from penstock.state import CommandStatus, Errored, Init
 from penstock.state.quarantine import Quarantined
 
 MOST_ROWS = 1000
@@ -54,7 +54,7 @@ def table_rows(monitor: Monitor, query: Mapping[str, str]) -> dict[str, Any]:
         table
         for table in every
         if search in table.table.casefold()
-        and query.get("phase", table.phase) == table.phase
+        and table.phase in query.get("phase", table.phase).split(",")
         and query.get("output", table.output) == table.output
     ]
     found.sort(key=lambda table: (table.table, table.output))
@@ -202,7 +202,8 @@ def command_log(monitor: Monitor) -> list[dict[str, Any]]:
             "kind": command.kind.value,
             "tables": list(command.tables),
             "status": command.status.value,
-            "reason": command.reason,
+            # An answer to `verify` is for the process that compares.
+            "reason": command.reason if command.status is CommandStatus.REFUSED else None,
             "requested_by": command.requested_by,
             "requested_at": at.isoformat(timespec="seconds"),
             "answered_at": None if command.answered_at is None else command.answered_at.isoformat(timespec="seconds"),

@@ -29,6 +29,8 @@ CELL = "planted-cell-value"
 YEAR = "481516"
 """Of a date that destinations cannot represent."""
 SECRETS = (TOKEN, PASSWORD, CELL, YEAR)
+HOSTILE = "public.a/../<img src=x onerror=alert(1)>?#%41"
+"""A table that tries to be markup, and the path of another."""
 PATIENCE = 60.0
 SPECIFICATION = """
 version: 1
@@ -155,7 +157,7 @@ def site(server: DatabaseServer, tmp_path_factory: pytest.TempPathFactory) -> It
     database.execute(
         """
         create table followed (id int primary key, note text);
-        create table errored (id int primary key, day date);
+        create table errored (id int primary key, "<i>day</i>" date);
         create table many (id int primary key, note text);
         insert into followed select n, 'note ' || n from generate_series(1, 50) n;
         insert into many select n, 'note ' || n from generate_series(1, 500) n;
@@ -163,6 +165,7 @@ def site(server: DatabaseServer, tmp_path_factory: pytest.TempPathFactory) -> It
         """
     )
     database.execute("insert into followed values (1000, %s)", [CELL])
+    database.execute(f'create table "{HOSTILE.removeprefix("public.")}" (id int primary key, "<b>note</b>" text)')
     (folder / "followed.schema.yml").write_text(SPECIFICATION)
     at = conninfo_to_dict(database.dsn)
     with pytest.MonkeyPatch.context() as patch:

@@ -66,4 +66,4 @@ def test_a_thousand_tables_are_copied_listed_searched_and_opened(page: Any, site
     playwright.expect(page.locator("section", has_text="Recent batches")).to_contain_text("1 insert", timeout=WAIT)
     page.get_by_role("link", name="Overview", exact=True).click()
     flow = page.get_by_role("list", name=re.compile("Flow of changes"))
-    playwright.expect(flow).to_contain_text("1,000 tables", timeout=WAIT)
+    playwright.expect(flow).to_contain_text("1,000 of 1,000 tables ready", timeout=WAIT)

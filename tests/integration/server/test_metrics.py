@@ -5,29 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 
-import pytest
 import yaml
 
 from tests.integration.server.conftest import Site
+from tests.integration.server.prometheus import MONITORING, Prometheus, program
 
 ROOT = Path(__file__).parents[3]
-MONITORING = ROOT / "src/penstock/server/monitoring"
 PAGE = ROOT / "docs/reference/metrics.md"
 NAMES = set(re.findall(r"^\| `(penstock_\w+)`", PAGE.read_text(), re.MULTILINE))
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"needs {name} (Debian: apt-get install prometheus)")
-    return found
 
 
 def scraped(site: Site) -> dict[str, str]:
@@ -78,72 +66,29 @@ def test_what_happened_is_counted(site: Site) -> None:
     assert re.search(r"^process_resident_memory_bytes [1-9]", text, re.MULTILINE)
 
 
-@pytest.fixture
-def prometheus(site: Site, tmp_path: Path) -> Iterator[str]:
-    """The address of a Prometheus that scrapes the pipeline every second, with the rules that are shipped."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (tmp_path / "prometheus.yml").write_text(
-        json.dumps(
-            {
-                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-                "rule_files": [str(MONITORING / "alerts.yml")],
-                "scrape_configs": [
-                    {"job_name": "penstock", "static_configs": [{"targets": [f"127.0.0.1:{site.port}"]}]}
-                ],
-            }
-        )
-    )
-    with open(tmp_path / "log", "wb") as log:
-        process = subprocess.Popen(
-            [
-                _program("prometheus"),
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def test_a_real_prometheus_scrapes_every_metric_and_loads_the_rules(site: Site, prometheus: str) -> None:
-    def ask(path: str) -> dict:
-        try:
-            with urllib.request.urlopen(f"{prometheus}{path}", timeout=10) as answer:
-                return json.load(answer)["data"]
-        except OSError:
-            return {}
-
-    site.wait(lambda: (ask("/api/v1/query?query=penstock_ready") or {}).get("result"), "a scrape")
-    known = set(ask("/api/v1/label/__name__/values"))
-    # A gauge or a counter without labels is there from the start; what has not happened yet has no series.
-    typed = set(ask("/api/v1/metadata"))
-    assert {name.removesuffix("_total") for name in NAMES} <= {name.removesuffix("_total") for name in typed}
-    assert {"penstock_ready", "penstock_applied_lag_seconds", "penstock_batches_total"} <= known
-    (up,) = ask(f"/api/v1/query?query={quote('up')}")["result"]
-    assert up["value"][1] == "1"
-    # The rule about stopped tables sees the one that has stopped.
-    site.wait(
-        lambda: (
-            "PenstockTableStopped" in {each["labels"]["alertname"] for each in ask("/api/v1/alerts").get("alerts", ())}
-        ),
-        "the alert",
-    )
-    assert all(rule["health"] != "err" for group in ask("/api/v1/rules")["groups"] for rule in group["rules"])
+def test_a_real_prometheus_scrapes_every_metric_and_fires_the_rules(site: Site, tmp_path: Path) -> None:
+    with Prometheus(site.port, tmp_path) as prometheus:
+        site.wait(lambda: prometheus.query("penstock_ready"), "a scrape")
+        known = set(prometheus.ask("/api/v1/label/__name__/values"))
+        # A gauge or a counter without labels is there from the start; what has not happened yet has no series.
+        typed = set(prometheus.ask("/api/v1/metadata"))
+        assert {name.removesuffix("_total") for name in NAMES} <= {name.removesuffix("_total") for name in typed}
+        assert {"penstock_ready", "penstock_applied_lag_seconds", "penstock_batches_total"} <= known
+        (up,) = prometheus.query("up")
+        assert up["value"][1] == "1"
+        # The pipeline has a table that stopped, and a document in quarantine.
+        caused = {"PenstockTableStopped", "PenstockDocumentsQuarantined"}
+        site.wait(lambda: caused <= prometheus.firing(), "the alerts")
+        rules = [rule for group in prometheus.ask("/api/v1/rules")["groups"] for rule in group["rules"]]
+        assert [rule["name"] for rule in rules if rule["health"] == "err"] == []
+        assert "PenstockSlotLost" not in prometheus.firing()
 
 
 def test_every_rule_fires_when_its_condition_is_caused(tmp_path: Path) -> None:
     shutil.copy(MONITORING / "alerts.yml", tmp_path)
     shutil.copy(Path(__file__).parent / "alerts.test.yml", tmp_path)
     result = subprocess.run(
-        [_program("promtool"), "test", "rules", "alerts.test.yml"], cwd=tmp_path, capture_output=True, text=True
+        [program("promtool"), "test", "rules", "alerts.test.yml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

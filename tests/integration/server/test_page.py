@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.server.conftest import TOKEN, Site
+from tests.integration.server.conftest import HOSTILE, TOKEN, Site
 from tests.integration.server.test_verify import a_lost_row
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -36,6 +36,7 @@ def page(browser: Any, site: Site) -> Iterator[Any]:
     tab.set_default_timeout(WAIT)
     wrong: list[str] = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("dialog", lambda dialog: wrong.append(dialog.message))
     tab.on("request", lambda request: wrong.append(request.url) if not _is_own(request.url, site) else None)
     yield tab
     tab.close()
@@ -68,13 +69,13 @@ def test_the_overview_draws_the_flow_and_lists_what_needs_attention(page: Any, s
 def test_tables_are_searched_filtered_and_opened(page: Any, site: Site) -> None:
     page.goto(f"{site.address}/#/tables")
     rows = page.locator("tbody tr")
-    playwright.expect(rows).to_have_count(3, timeout=WAIT)
+    playwright.expect(rows).to_have_count(4, timeout=WAIT)
     playwright.expect(rows.first).to_contain_text("public.errored")
     playwright.expect(rows.first.get_by_role("button", name=re.compile("public.errored"))).to_be_visible()
     page.get_by_label("Search tables").fill("many")
     playwright.expect(rows).to_have_count(1, timeout=WAIT)
     page.get_by_label("Search tables").fill("")
-    playwright.expect(rows).to_have_count(3, timeout=WAIT)
+    playwright.expect(rows).to_have_count(4, timeout=WAIT)
     page.get_by_role("button", name="Table", exact=True).click()
     playwright.expect(page.locator("th[aria-sort=ascending]")).to_have_text("Table")
     page.get_by_role("button", name="stopped 1").click()
@@ -120,6 +121,10 @@ def test_tables_are_compared_and_keys_are_shown_with_the_token(page: Any, site: 
     playwright.expect(run).to_contain_text("missing id=78", timeout=WAIT)
     page.get_by_role("link", name="public.many").first.click()
     playwright.expect(page.get_by_role("button", name="Verify public.many")).to_be_visible(timeout=WAIT)
+    page.get_by_role("link", name="Events").click()
+    commands = page.locator("section", has_text="Commands")
+    playwright.expect(commands).to_contain_text("verify", timeout=WAIT)
+    playwright.expect(commands).not_to_contain_text("{")
 
 
 def test_a_table_is_copied_again_with_the_token_and_not_without(page: Any, site: Site) -> None:
@@ -176,9 +181,9 @@ def test_the_page_works_with_the_keyboard_and_in_the_dark(browser: Any, site: Si
 
 
 def test_a_narrow_window_shows_everything_without_scrolling_sideways(page: Any, site: Site) -> None:
-    page.set_viewport_size({"width": 400, "height": 900})
+    page.set_viewport_size({"width": 390, "height": 900})
     outside = """() => [...document.querySelectorAll("main *, header *")].filter((each) => each.getClientRects().length
-        && getComputedStyle(each).position !== "absolute" && each.getBoundingClientRect().right > 400)
+        && getComputedStyle(each).position !== "absolute" && each.getBoundingClientRect().right > 390)
         .map((each) => `${each.tagName} ${each.className} ${each.textContent.slice(0, 30)}`)"""
     for view, content in (
         ("#/", ".node"),
@@ -189,8 +194,9 @@ def test_a_narrow_window_shows_everything_without_scrolling_sideways(page: Any, 
     ):
         page.goto(f"{site.address}/{view}")
         page.wait_for_selector(content)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400, view
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
         assert page.evaluate(outside) == [], view
+    assert page.evaluate("new Set([...document.querySelectorAll('nav a')].map((each) => each.offsetTop)).size") == 1
     page.goto(f"{site.address}/#/tables")
     playwright.expect(page.get_by_role("button", name="Resume public.errored")).to_be_visible(timeout=WAIT)
 
@@ -211,10 +217,26 @@ def test_a_thousand_tables_stay_usable(page: Any, site: Site) -> None:
 
 
 def test_names_are_text_and_never_markup(page: Any, site: Site) -> None:
-    known = site.ask("/api/v1/tables").json["tables"][0]
-    name = "public.<img src=x onerror=alert(1)>"
-    body = {"tables": [{**known, "table": name}], "found": 1, "total": 1, "phases": {}}
-    page.route(re.compile(r"/api/v1/tables\?"), lambda route: route.fulfill(json=body))
-    page.goto(f"{site.address}/#/tables")
-    playwright.expect(page.locator("tbody a")).to_have_text(name, timeout=WAIT)
-    assert page.locator("tbody img").count() == 0
+    site.database.execute(f'insert into "{HOSTILE.removeprefix("public.")}" values (1)')
+    main = page.locator("main")
+    for view, text in (
+        ("#/", "<i>day</i>"),  # in the reason of an error
+        ("#/tables/lake/public.errored", "<i>day</i>"),
+        ("#/events", f"copied {HOSTILE}"),
+        ("#/tables", HOSTILE),
+    ):
+        page.goto(f"{site.address}/{view}")
+        playwright.expect(main).to_contain_text(text, timeout=WAIT)
+        assert main.locator("img, i:not(.bar > i), b b, script").count() == 0, view
+    page.get_by_role("link", name=HOSTILE).click()
+    playwright.expect(page.get_by_role("heading", level=1)).to_have_text(HOSTILE)
+    # It is not taken for another table, although its name is a path to one.
+    playwright.expect(main).to_contain_text("<b>note</b>", timeout=WAIT)
+    playwright.expect(page.locator("section", has_text="Recent batches")).to_contain_text("1 insert", timeout=WAIT)
+    assert main.locator("img, b").count() == 0
+
+
+def test_an_address_that_somebody_typed_shows_a_view(page: Any, site: Site) -> None:
+    for typed, title in (("#/tables/%", "Not found"), ("#/tables/lake/%E0%A4%A", "Not found"), ("#/%zz", "Overview")):
+        page.goto(f"{site.address}/{typed}")
+        playwright.expect(page.get_by_role("heading", level=1)).to_have_text(title, timeout=WAIT)

@@ -78,6 +78,26 @@ def test_answers_take_a_share_of_the_processor_time_however_many_clients_ask(mon
     assert asyncio.run(fail_and_ask()) == {"fine": True}
 
 
+def test_a_scrape_never_waits_behind_the_searches_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAKING_MILLISECONDS", 1)
+    monkeypatch.setattr(app, "MAKING_MILLISECONDS_PER_SECOND", 1e-6)
+    monkeypatch.setattr(app.Metrics, "render", lambda _: b'"metrics"')
+    monkeypatch.setattr(app, "table_page", lambda *_: sum(range(1_000_000)))
+    running: Any = None
+    made = app.make_app(Monitor(make_config(CONFIG), running))
+
+    async def search_and_scrape() -> Any:
+        await ask(made, "/api/v1/tables/public.first")  # uses up the processor time
+        searches = [asyncio.ensure_future(ask(made, f"/api/v1/tables/public.{number}")) for number in range(20)]
+        try:
+            return await asyncio.wait_for(ask(made, "/metrics"), 60), [each.done() for each in searches]
+        finally:
+            for each in searches:
+                each.cancel()
+
+    assert asyncio.run(search_and_scrape()) == ("metrics", [False] * 20)
+
+
 async def ask(made: Any, path: str) -> Any:
     """Return the answer to a request."""
     sent: list[Any] = []

@@ -139,11 +139,19 @@ function flow() {
     make("li", { class: "outputs" }, make("div", { class: "branches" }, branches)));
 }
 
+// Several phases have one name for people: [name, phases, number of tables], in the order of names.
+function byName(phases) {
+  return [...new Set(Object.values(PHASE_NAMES))].sort().map((name) => {
+    const each = Object.keys(PHASE_NAMES).filter((phase) => PHASE_NAMES[phase] === name);
+    return [name, each.join(), each.reduce((sum, phase) => sum + (phases[phase] || 0), 0)];
+  });
+}
+
 function phasesText(phases) {
   const total = Object.values(phases).reduce((sum, each) => sum + each, 0);
   if (!total) return "";
-  const others = Object.entries(phases).filter(([name]) => name !== "ready").map(([name, each]) => `${each} ${PHASE_NAMES[name] || name}`);
-  return [`${phases.ready || 0} of ${total} tables ready`, ...others].join(", ");
+  const others = byName(phases).filter(([name, , each]) => each && name !== "ready").map(([name, , each]) => `${count(each)} ${name}`);
+  return [`${count(phases.ready || 0)} of ${count(total)} tables ready`, ...others].join(", ");
 }
 
 function figures() {
@@ -259,8 +267,9 @@ function tables() {
     found.textContent = `${count(answer.found)} of ${count(answer.total)}`;
     const pressed = (phase) => ({ "aria-pressed": String(query.phase === phase) });
     const choose = (phase) => () => { query.phase = phase; query.limit = 200; poll(); };
-    chips.replaceChildren(button("All", choose(""), pressed("")), ...Object.entries(answer.phases).sort().map(([phase, number]) =>
-      button(`${PHASE_NAMES[phase] || phase} ${count(number)}`, choose(phase), pressed(phase))));
+    chips.replaceChildren(button("All", choose(""), pressed("")), ...byName(answer.phases)
+      .filter(([, phases, number]) => number || phases === query.phase)
+      .map(([name, phases, number]) => button(`${name} ${count(number)}`, choose(phases), pressed(phases))));
     body.replaceChildren(...answer.tables.map((each) => make("tr", {},
       make("td", { class: "name" }, make("a", { href: tableLink(each.output, each.table) }, each.table),
         several && make("p", {}, each.output), each.error && make("p", { class: "reason" }, each.error.reason),
@@ -296,7 +305,7 @@ function table(output, name) {
   main.replaceChildren(make("h1", {}, name));
   let shown = "";
   const poll = async () => {
-    const answer = await read(`/tables/${name.split("/").map(encodeURIComponent).join("/")}?output=${encodeURIComponent(output)}`);
+    const answer = await read(`/tables/${encodeURIComponent(name)}?output=${encodeURIComponent(output)}`);
     if (JSON.stringify(answer) === shown) return;
     shown = JSON.stringify(answer);
     const each = answer.table;
@@ -473,8 +482,16 @@ function verify() {
 
 const VIEWS = { "": overview, tables, documents, verify, events };
 
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // an address that somebody typed
+  }
+}
+
 function route(event) {
-  const [name, output, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [name, output, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
   view = name === "tables" && output ? table(output, rest.join("/")) : (VIEWS[name] || overview)();
   const current = VIEWS[name] ? name || "overview" : "overview";
   for (const link of document.querySelectorAll("nav a")) {
