@@ -60,7 +60,7 @@ def append_rows(session: Session, target: Target, layout: Layout, step: Rows) ->
             XID: rows.column(XID),
             SCHEMA_VERSION: pa.repeat(pa.scalar(layout.version), rows.num_rows),
             UNCHANGED: names_not_sent(rows.column(UNCHANGED), names),
-            OLD: _old(rows, texts, schema, names),
+            OLD: old_as_json(rows, texts, schema, names),
         }
         cells = [*(Cells(_whole(column)) for column in head.values()), *cells_of(rows, texts, schema)]
         session.copy(target.sql, [*head, *names], copy_text(cells, rows.num_rows))
@@ -96,7 +96,7 @@ def append_copy_marker(session: Session, target: Target, layout: Layout, positio
     )
 
 
-def _old(rows: pa.Table, texts: Texts, schema: TableSchema, names: Sequence[str]) -> pa.Array:
+def old_as_json(rows: pa.Table, texts: Texts, schema: TableSchema, names: Sequence[str]) -> pa.Array:
     """Return the identity before a change as JSON, with the server's text of each value; NULL if it was not sent."""
     if OLD not in rows.column_names or rows.column(OLD).null_count == rows.num_rows:
         return pa.nulls(rows.num_rows, pa.large_string())
