@@ -26,7 +26,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 .PHONY: setup
-setup: $(STAMP) jars opensearch kafka bigquery-emulator ## create .venv with all extras and tools; as root, also install missing system packages
+setup: $(STAMP) jars opensearch kafka bigquery-emulator fakesnow ## create .venv with all extras and tools; as root, also install missing system packages
 
 .PHONY: system
 system:
@@ -59,7 +59,11 @@ kafka: $(STAMP) system
 
 .PHONY: bigquery-emulator
 bigquery-emulator: $(STAMP) ## install the BigQuery emulator, for the tests of that destination
-	@$(BIN)/python scripts/bigquery-emulator.py $(VENV)/bigquery-emulator
+	@$(BIN)/python scripts/emulators.py bigquery-emulator $(VENV)/bigquery-emulator
+
+.PHONY: fakesnow
+fakesnow: $(STAMP) ## install the Snowflake emulator, for the tests of that destination
+	@$(BIN)/python scripts/emulators.py fakesnow $(VENV)/fakesnow
 
 .PHONY: ducklake
 ducklake: $(STAMP) ## run the contract of destinations on a DuckLake, with a version of DuckDB that has the extension
@@ -77,7 +81,7 @@ demo-search: $(STAMP) opensearch ## replicate a demo shop into OpenSearch docume
 # The type checker uses one core, and downloads use none: they run beside the unit tests. Their output is kept apart.
 .PHONY: test
 test: $(STAMP) ## run everything that must pass: lint, unit, integration and end-to-end tests
-	@$(MAKE) --no-print-directory --jobs 5 --output-sync=target unit lint collected jars opensearch kafka bigquery-emulator $(SPARK_CLASSES)
+	@$(MAKE) --no-print-directory --jobs 5 --output-sync=target unit lint collected jars opensearch kafka bigquery-emulator fakesnow $(SPARK_CLASSES)
 	@$(MAKE) --no-print-directory integration
 
 .PHONY: unit
@@ -85,7 +89,7 @@ unit: $(STAMP) ## run the tests that need no service
 	$(PYTEST) -q -n $(WORKERS) tests/unit $(ARGS)
 
 .PHONY: integration
-integration: $(STAMP) system jars opensearch kafka bigquery-emulator $(SPARK_CLASSES) ## run the tests on real servers, and the end-to-end tests
+integration: $(STAMP) system jars opensearch kafka bigquery-emulator fakesnow $(SPARK_CLASSES) ## run the tests on real servers, and the end-to-end tests
 	$(PYTEST) -q -n $(SERVER_WORKERS) --dist loadgroup $(SERVER_TESTS) $(ARGS)
 
 # Otherwise each of many processes compiles these tests.

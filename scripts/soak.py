@@ -160,6 +160,10 @@ STAGES = (
         lambda count, seed: Run(
             _soak("tests/e2e/test_kafka.py"),
             {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
+    Stage("snowflake trials", "processes that write into an emulated Snowflake, four kills each", 20, 0.05, 20, 5,
+        lambda count, seed: Run(
+            _soak("tests/integration/destinations/snowflake/test_faults.py"),
+            {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("delta trials", "pipelines into Delta, with writers and kills", 200, 0.20, 40, 5, lambda count, seed: Run(
         _soak("tests/e2e/test_delta.py"), {"PENSTOCK_SOAK_TRIALS": str(count), "PENSTOCK_SOAK_SEED": str(seed)})),
     Stage("spark trials", "kills of upserts by Spark, into Delta and PostgreSQL each", 30, 0.10, 60, 5,

@@ -22,6 +22,7 @@ from penstock.destinations.clickhouse.layout import column_type
 from penstock.destinations.delta.reader import DeltaReader
 from penstock.destinations.duckdb.layout import column_type as duckdb_type
 from penstock.destinations.parquet import ParquetReader
+from penstock.destinations.snowflake.layout import column_type as snowflake_type
 from penstock.source.connections import PINNED_PARAMETERS
 from tests.e2e.lake import BothLakes
 from tests.support import type_matrix
@@ -98,7 +99,7 @@ def differences(cases: Sequence[Case], found: dict[tuple[str, str], Compared]) -
 
 
 def types_of(folder: Path) -> tuple[dict[str, str], ...]:
-    """Return the types of the columns of `plain`, in Parquet files, in the Delta table, in ClickHouse and DuckDB."""
+    """Return the types of the columns of `plain`: in Parquet files, Delta, ClickHouse, DuckDB and Snowflake."""
     (first, *_) = ParquetReader(folder / "parquet").files("public.plain")
     schema = pq.read_schema(first)
     parquet = {field.name: str(field.type) for field in schema}
@@ -106,12 +107,14 @@ def types_of(folder: Path) -> tuple[dict[str, str], ...]:
     duckdb = {field.name: duckdb_type(field.type).upper() for field in schema}
     delta = DeltaTable(DeltaReader(folder / "delta").folder("public.plain"))
     fields = json.loads(delta.schema().to_json())["fields"]
-    return parquet, {field["name"]: field["type"] for field in fields}, clickhouse, duckdb
+    snowflake = {field.name: snowflake_type(field.type) for field in schema}
+    return parquet, {field["name"]: field["type"] for field in fields}, clickhouse, duckdb, snowflake
 
 
 def render(folder: Path, cases: Sequence[Case], found: dict[tuple[str, str], Compared]) -> str:
     """Return the tables of the page."""
-    parquet, delta, clickhouse, duckdb = types_of(folder)
+    parquet, *others = types_of(folder)
+    delta = others[0]
     keys = {case.number: keyed.name for keyed in key_tables(cases) for case in keyed.cases}
     typed: list[str] = []
     texts: list[str] = []
@@ -123,7 +126,7 @@ def render(folder: Path, cases: Sequence[Case], found: dict[tuple[str, str], Com
             mark(found, "arrays", [column], None) if case.has_array else "–",
             mark(found, "domains", [column, f"a{case.number}"], None) if case.has_domain else "–",
         ]
-        cells = [case.label, parquet[column], delta[column], clickhouse[column], duckdb[column], *marks]
+        cells = [case.label, parquet[column], *(each[column] for each in others), *marks]
         if delta[column] == "string" and not delta_is_typed(case):
             texts.append(f"| {' | '.join([cells[0], *marks])} |")
         else:
@@ -136,8 +139,8 @@ def render(folder: Path, cases: Sequence[Case], found: dict[tuple[str, str], Com
     ways = "copy | insert | update | key | array | domain"
     rule = "|---" * 6
     return (
-        f"\n| Postgres | Parquet | Delta and Spark | ClickHouse | DuckDB | {ways} | kept as text |\n"
-        f"|---|---|---|---|---{rule}|---|\n"
+        f"\n| Postgres | Parquet | Delta and Spark | ClickHouse | DuckDB | Snowflake | {ways} | kept as text |\n"
+        f"|---|---|---|---|---|---{rule}|---|\n"
         + "\n".join(typed)
         + "\n\nAll other types are text, exactly as the server prints it: `string` at every destination.\n"
         + f"\n| Postgres | {ways} |\n"

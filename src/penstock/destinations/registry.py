@@ -16,6 +16,7 @@ DESTINATIONS: Mapping[str, Registered] = {
     "delta": Registered("penstock.destinations.delta.destination:DeltaDestination", extra="delta"),
     "bigquery": Registered("penstock.destinations.bigquery.destination:BigQueryDestination", extra="bigquery"),
     "memory": Registered("penstock.destinations.memory:MemoryDestination"),
+    "snowflake": Registered("penstock.destinations.snowflake.destination:SnowflakeDestination", extra="snowflake"),
     "stdout": Registered("penstock.destinations.stdout:StdoutDestination"),
     "parquet": Registered("penstock.destinations.parquet:ParquetDestination"),
     "postgres": Registered("penstock.destinations.postgres:PostgresDestination"),

@@ -8,8 +8,6 @@ key are found as a whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import psycopg
@@ -19,20 +17,18 @@ from numpy.typing import NDArray
 
 from penstock.changes.batch import Rows
 from penstock.changes.columns import ChangeColumns, read_changes
-from penstock.changes.compaction import LIVE, NetChanges, compact, keys_of, touched_keys
+from penstock.changes.compaction import NetChanges, compact, keys_of
 from penstock.changes.segment import UNREPRESENTABLE, Operation, Texts, field_names, join_texts, split_texts
 from penstock.destinations.base import SourceRows
 from penstock.destinations.postgres.encoding import Cells, cells_of, copy_text, printed
 from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Target, equality
+from penstock.destinations.postgres.new_rows import NewRows, key_cells, not_sent, take_keys
 from penstock.destinations.postgres.server import BY_HASH, BY_INDEX, Session
 from penstock.destinations.postgres.stages import Statements, has_exact_key, stage_tables
 from penstock.destinations.refusals import unknown_row
-from penstock.errors import ValuesNotSent
 from penstock.schema import TableSchema, quote_identifier
 
 logger = logging.getLogger(__name__)
-
-_TIME = pa.timestamp("us", "UTC")
 
 
 def merge_rows(session: Session, target: Target, layout: Layout, step: Rows, source: SourceRows | None) -> None:
@@ -42,17 +38,17 @@ def merge_rows(session: Session, target: Target, layout: Layout, step: Rows, sou
     key = [fields[column.attnum] for column in schema.key]
     changes = read_changes([step], schema)
     net = compact(changes, key, keep_deleted=layout.mode is Mode.SOFT_DELETE, mark_new=True)
-    rows = _NewRows.of(net, schema, layout.mode)
+    rows = NewRows.of(net, schema)
     if not key:
         if rows.omitted is not None:
-            raise _not_sent(str(schema))
+            raise not_sent(str(schema))
         _remove_rows(session, target, layout, changes, net)
         _insert(session, target, layout, rows)
         return
     gone = np.ones(len(net.touched), np.bool_)
     gone[net.keys] = False
-    keys = _key_cells(changes, net, schema, key)
-    rows = rows.with_keys(_taken(keys, schema, rows.own))
+    keys = key_cells(changes, net, schema, key)
+    rows = rows.with_keys(take_keys(keys, schema, rows.own))
     assert net.new is not None
     fresh = net.new[rows.own]
     if rows.omitted is not None:
@@ -68,103 +64,21 @@ def merge_rows(session: Session, target: Target, layout: Layout, step: Rows, sou
             _merge(session, target, layout, new, keys, np.zeros(0, np.int64), source)
 
 
-@dataclass(frozen=True, slots=True)
-class _NewRows:
-    """The rows that a table has after the changes."""
-
-    schema: TableSchema
-    cells: list[Cells]
-    """Omitted values are NULL."""
-    count: int
-    deleted_at: pa.Array | None
-    omitted: NDArray[np.bool_] | None
-    """A row of flags for each new row, one per column; None if nothing is omitted."""
-    previous: NDArray[np.int64]
-    """For each new row, the index of the touched key whose previous row has the omitted values; -1 for none."""
-    own: NDArray[np.int64]
-    """For each new row, the index of its own key."""
-    unknown: NDArray[np.bool_]
-    """The new rows with values that are neither in the changes nor in the table."""
-
-    @classmethod
-    def of(cls, net: NetChanges, schema: TableSchema, mode: Mode) -> _NewRows:
-        if net.origins:
-            # A deleted row with unknown values never existed.
-            lost = np.logical_or.reduce([found == net.unknown for found in net.origins.values()])
-            if net.gone_at is not None:
-                net = net.without(np.flatnonzero(lost & (net.gone_at != LIVE)))
-        count = len(net.images)
-        names = field_names(schema)
-        omitted: NDArray[np.bool_] | None = None
-        previous = np.full(count, -1, np.int64)
-        if any((found >= net.table.num_rows).any() for found in net.origins.values()):
-            omitted = np.zeros((count, len(names)), np.bool_)
-            for number, name in enumerate(names):
-                if name in net.origins:
-                    found = net.origins[name]
-                    omitted[:, number] = found >= net.table.num_rows
-                    previous = np.maximum(previous, np.where(omitted[:, number], found - net.table.num_rows, -1))
-        if net.origins:
-            selected = net.select(np.arange(count))
-            table, texts = selected.table, selected.texts
-        else:
-            table, texts = net.rows()
-        times = None
-        if mode is Mode.SOFT_DELETE:
-            assert net.gone_at is not None
-            times = pa.array(net.gone_at, pa.int64(), mask=net.gone_at == LIVE).cast(_TIME)
-        own = np.full(count, -1, np.int64) if net.keys is None else net.keys
-        unknown = previous == len(net.touched)
-        return cls(schema, cells_of(table, texts, schema), count, times, omitted, previous, own, unknown)
-
-    def take(self, numbers: NDArray[np.int64]) -> _NewRows:
-        """Return some of the rows."""
-        index = pa.array(numbers)
-        return replace(
-            self,
-            cells=[each.take(index) for each in self.cells],
-            count=len(numbers),
-            deleted_at=None if self.deleted_at is None else self.deleted_at.take(index),
-            omitted=None if self.omitted is None else self.omitted[numbers],
-            previous=self.previous[numbers],
-            own=self.own[numbers],
-            unknown=self.unknown[numbers],
-        )
-
-    def with_keys(self, keys: Sequence[Cells]) -> _NewRows:
-        """Return the rows with the cells of their keys, which a deleted row takes from the row that it was."""
-        if self.omitted is None:
-            return self
-        places = {column.attnum: number for number, column in enumerate(self.schema.columns)}
-        cells, omitted = list(self.cells), self.omitted.copy()
-        for column, key in zip(self.schema.key, keys, strict=True):
-            place = places[column.attnum]
-            cells[place] = Cells(pc.cast(key.array, cells[place].array.type), key.type, key.texts)
-            omitted[:, place] = False
-        return replace(self, cells=cells, omitted=omitted)
-
-
-def _not_sent(table: str) -> ValuesNotSent:
-    return ValuesNotSent(
-        f"{table}: a change omits values, and the destination does not have the row that it replaces", table=table
-    )
-
-
 def _columns(layout: Layout, schema: TableSchema) -> list[str]:
     names = [layout.names[column.attnum] for column in schema.columns]
     return [*names, DELETED_AT] if layout.mode is Mode.SOFT_DELETE else names
 
 
-def _with_times(rows: _NewRows) -> list[Cells]:
+def _with_times(rows: NewRows) -> list[Cells]:
     return rows.cells if rows.deleted_at is None else [*rows.cells, Cells(rows.deleted_at)]
 
 
-def _insert(session: Session, target: Target, layout: Layout, rows: _NewRows) -> None:
+def _insert(session: Session, target: Target, layout: Layout, rows: NewRows) -> None:
     if rows.count:
         session.copy(target.sql, _columns(layout, rows.schema), copy_text(_with_times(rows), rows.count))
 
 
-def _inserted(session: Session, target: Target, layout: Layout, rows: _NewRows) -> bool:
+def _inserted(session: Session, target: Target, layout: Layout, rows: NewRows) -> bool:
     """Copy new rows straight into a table with a key; False, with nothing changed, if it has one of them."""
     session.run("savepoint penstock_insert")
     try:
@@ -175,21 +89,11 @@ def _inserted(session: Session, target: Target, layout: Layout, rows: _NewRows) 
     return True
 
 
-def _key_cells(
-    changes: ChangeColumns, net: NetChanges, schema: TableSchema, key: Sequence[str]
-) -> tuple[pa.Table, Texts]:
-    """Return the cells of the touched keys, in the order of `net.touched`."""
-    if pa.types.is_integer(net.touched.type):
-        return pa.table({key[0]: net.touched}), {}
-    _, cells, texts = touched_keys(changes, key)
-    return cells, texts
-
-
 def _merge(
     session: Session,
     target: Target,
     layout: Layout,
-    rows: _NewRows,
+    rows: NewRows,
     keys: tuple[pa.Table, Texts],
     gone: NDArray[np.int64],
     source: SourceRows | None,
@@ -208,7 +112,7 @@ def _merge(
         if has_exact_key(schema) or not deletes:
             moved &= rows.previous != rows.own
         # Otherwise the key of a row that stays may equal one that is gone, and its values go with that.
-        origins = _taken(keys, schema, np.where(moved, rows.previous, -1))
+        origins = take_keys(keys, schema, np.where(moved, rows.previous, -1))
         bits = _bitmaps(np.packbits(omitted, axis=1, bitorder="little"), some)
         more = [*cells, Cells(bits), Cells(pa.array(np.arange(rows.count))), *origins]
         known = np.flatnonzero(~rows.unknown)
@@ -220,7 +124,7 @@ def _merge(
     if omitted is not None and moved.any():
         session.run(merge.fill(omitted, moved=True))
     if deletes:
-        wanted = _taken(keys, schema, gone)
+        wanted = take_keys(keys, schema, gone)
         session.copy(f"{stage}_keys", [f"k{number}" for number in range(len(wanted))], copy_text(wanted, len(gone)))
     session.run(f"savepoint penstock_merge; {merge.delete()}" if deletes else "savepoint penstock_merge")
     try:
@@ -241,7 +145,7 @@ def _merge(
         session.run(merge.insert())
 
 
-def _fetch_lost(session: Session, merge: Statements, stage: str, rows: _NewRows, source: SourceRows | None) -> None:
+def _fetch_lost(session: Session, merge: Statements, stage: str, rows: NewRows, source: SourceRows | None) -> None:
     """Stage the rows whose omitted values neither the changes nor the table have."""
     lost = [number for (number,) in session.rows(merge.lost())]
     missing = np.concatenate([np.flatnonzero(rows.unknown), np.array(lost, np.int64)])
@@ -251,14 +155,14 @@ def _fetch_lost(session: Session, merge: Statements, stage: str, rows: _NewRows,
         session.copy(f"{stage}_rows", own, copy_text(found, count))
 
 
-def _fetched(rows: _NewRows, missing: NDArray[np.int64], source: SourceRows | None) -> tuple[list[Cells], int]:
+def _fetched(rows: NewRows, missing: NDArray[np.int64], source: SourceRows | None) -> tuple[list[Cells], int]:
     """Return new rows whose omitted values the destination does not have, from the source.
 
     A row that has changed since then is left out; its next change brings it.
     """
     schema = rows.schema
     if source is None or rows.omitted is None:
-        raise _not_sent(str(schema))
+        raise not_sent(str(schema))
     own = [each.take(pa.array(missing)) for each in rows.cells]
     numbers = {column.attnum: number for number, column in enumerate(schema.columns)}
     fields = field_names(schema)
@@ -289,20 +193,6 @@ def _bitmaps(bits: NDArray[np.uint8], some: NDArray[np.bool_]) -> pa.Array:
     validity = pa.array(some).buffers()[1]
     buffers = [validity, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(bits))]
     return pa.Array.from_buffers(pa.large_binary(), len(bits), buffers)
-
-
-def _taken(keys: tuple[pa.Table, Texts], schema: TableSchema, at: NDArray[np.int64]) -> list[Cells]:
-    """Return the cells of some keys; NULL for a negative index."""
-    table, texts = keys
-    index = pa.array(np.maximum(at, 0), mask=at < 0)
-    types = dict(zip(field_names(schema), (column.type for column in schema.columns), strict=True))
-    found: list[Cells] = []
-    for name in table.column_names:
-        column = table.column(name).take(index).combine_chunks()
-        array = column if isinstance(column, pa.Array) else pa.concat_arrays(column.chunks)
-        text = texts.get(name)
-        found.append(Cells(array, types[name], None if text is None else text.take(index)))
-    return found
 
 
 def _remove_rows(session: Session, target: Target, layout: Layout, changes: ChangeColumns, net: NetChanges) -> None:
