@@ -102,7 +102,7 @@ class Cluster:
     servers: str
     settings: tuple[tuple[str, str], ...] = field(repr=False)
     transaction_seconds: float = 900.0
-    answer_seconds: float = 60.0
+    answer_seconds: float = 30.0
     """How long a request may take in all, with the client's own retries."""
 
     def producer(self, transactional_id: str, on_failure: Callable[[KafkaError, Message], None]) -> Producer:
@@ -296,7 +296,7 @@ class Writer:
         self, producer: Producer, topic: str, value: bytes | None, key: bytes | None, partition: int
     ) -> None:
         """Send a message when the queue of the client has room; a broker that is away keeps it full."""
-        deadline = time.monotonic() + self._cluster.transaction_seconds
+        deadline = time.monotonic() + self._cluster.answer_seconds
         while True:
             producer.poll(0.05)
             if self._failed is not None:
@@ -309,19 +309,19 @@ class Writer:
                 continue
 
     def _commit(self, producer: Producer) -> None:
-        deadline = time.monotonic() + self._cluster.answer_seconds
         # The commit itself flushes, but the flush of a large transaction may take longer than an answer.
-        waiting, since = 0, time.monotonic()
+        waiting, progress, look = -1, time.monotonic(), 0.0
         while left := _flush(producer):
+            now = time.monotonic()
             if left != waiting:
-                waiting, since = left, time.monotonic()
-            elif time.monotonic() > since + _STUCK_SECONDS:
-                self._require_topics()
-                since = time.monotonic()
+                waiting, progress, look = left, now, now + _STUCK_SECONDS
             if self._failed is not None:
                 raise KafkaException(self._failed)
-            if time.monotonic() > deadline + self._cluster.transaction_seconds:
+            if now > progress + self._cluster.answer_seconds:
                 raise out_of_reach(self._cluster.servers, "messages are not acknowledged")
+            if now > look:
+                self._require_topics()
+                look = now + _STUCK_SECONDS
         deadline = time.monotonic() + self._cluster.answer_seconds
         while True:
             try:
