@@ -6,8 +6,7 @@ Name its module and class in a config file; the module must be importable where 
     type = "custom_destination:SqliteRows"
     path = "replica.db"
 
-To try it without a database, run `python examples/custom_destination.py`. It replays a few transactions and prints the
-rows.
+To try it without a database: `python examples/custom_destination.py` replays transactions and prints the rows.
 """
 
 from __future__ import annotations
@@ -187,14 +186,12 @@ def main() -> None:
         destination.startup(make_context("example"))
         source = ScriptedSource(Path(folder) / "segments")
         destination.drop_table_for_copy(ORDERS, "attempt-1")
-        copy = source.copy(ORDERS, [{"id": 1, "note": "copied", "due": None}])
-        destination.write_table_rows(ORDERS, copy)
+        destination.write_table_rows(ORDERS, source.copy(ORDERS, [{"id": 1, "note": "copied", "due": None}]))
         with source.transaction() as transaction:
             transaction.insert(ORDERS, {"id": 2, "note": "new", "due": None})
             transaction.update(ORDERS, {"id": 3, "note": Unchanged, "due": None}, old={"id": 1})
         destination.write_events(source.batch()).result()
-        for row in destination.rows("public.orders") or []:
-            print(row)
+        print(*(destination.rows("public.orders") or []), sep="\n")
         destination.shutdown()
 
 

@@ -84,7 +84,7 @@ def may_not_fit(type_: str) -> bool:
 
 def sorted_texts(maps: str) -> str:
     """Return an expression for maps of texts that is the same for the same texts: they have no order."""
-    return f"list_sort(map_entries({maps}))"
+    return f"coalesce(list_sort(map_entries({maps})), [])"
 
 
 def new_layout(source: TableSchema, arrow: pa.Schema, mode: Mode) -> Layout:
@@ -245,8 +245,8 @@ def _rename_texts(session: Session, target: Target, renamed: Mapping[str, str], 
         named = f"{{'key': case e.key {cases} else e.key end, 'value': e.value}}"
         entries = f"list_transform({entries}, lambda e: {named})"
     session.run(
-        f"update {session.name(target)} set {UNREPRESENTABLE} = map_from_entries({entries}) "
-        f"where {UNREPRESENTABLE} is not null"
+        f"update {session.name(target)} set {UNREPRESENTABLE} = case when len({entries}) > 0 "
+        f"then map_from_entries({entries}) end where {UNREPRESENTABLE} is not null"
     )
 
 

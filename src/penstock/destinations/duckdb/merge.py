@@ -121,7 +121,7 @@ class _Merge:
         rows = self._staged(table, texts, None).append_column("wanted", pa.array(net.limits))
         same = [self._equal(name, f"s.c{at}", type_) for at, (name, type_) in enumerate(self._cells())]
         if self._layout.has_texts:
-            same.append(f"{sorted_texts(f't.{UNREPRESENTABLE}')} is not distinct from {sorted_texts('s.u')}")
+            same.append(f"{sorted_texts(f't.{UNREPRESENTABLE}')} = {sorted_texts('s.u')}")
         if self._is_soft:
             same.append(f"t.{DELETED_AT} is null")
         with self._session.staged(**{_ROWS: rows.append_column("n", pa.array(np.arange(rows.num_rows)))}):

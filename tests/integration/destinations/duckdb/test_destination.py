@@ -321,6 +321,12 @@ def test_rows_without_a_key_are_found_by_all_their_texts(duck, source):
     write(destination, source.batch())
     rows = duck.rows(schema) or []
     assert sorted(map(str, rows)) == sorted(map(str, [one, fits]))
+    # The texts go with their columns.
+    narrow = replace(schema, columns=tuple(each for each in schema.columns if each.name not in ("due", "ends")))
+    with source.transaction() as transaction:
+        transaction.delete(narrow, {name: one[name] for name in ("id", "note", "ratio")})
+    write(destination, source.batch())
+    assert len(duck.rows(schema) or ()) == 1
 
 
 def test_a_task_of_an_earlier_process_that_comes_late_changes_nothing(duck, source, monkeypatch):
