@@ -24,10 +24,11 @@ from penstock.changes.steps import Truncation
 from penstock.destinations.base import SourceRows
 from penstock.destinations.batch_events import read_segment
 from penstock.destinations.clickhouse.encoding import encode, one_array, versions
-from penstock.destinations.clickhouse.fill import RowsBefore, fill, names_of, not_sent
+from penstock.destinations.clickhouse.fill import RowsBefore, fill, names_of
 from penstock.destinations.clickhouse.layout import DELETED, NUMBER, SIGN, VERSION, Layout, Shape, follow, version_of
 from penstock.destinations.clickhouse.log import log_rows, log_truncate
 from penstock.destinations.clickhouse.server import Server
+from penstock.destinations.omitted import not_sent
 from penstock.destinations.refusals import concerns_all_tables, unexpected
 from penstock.destinations.row_groups import group_batches
 from penstock.destinations.table_parts import divide
