@@ -14,6 +14,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,6 @@ from penstock.changes.segment import (
     Operation,
     Texts,
     field_names,
-    join_texts,
     split_texts,
     unsent_cells,
 )
@@ -51,6 +51,7 @@ from penstock.destinations.bigquery.append import append_changes, append_rows
 from penstock.destinations.bigquery.connection import Connection, failure, translated
 from penstock.destinations.bigquery.control import CHANGE_SEQUENCE, CHANGE_TYPE, DELETE, UPSERT
 from penstock.destinations.bigquery.layout import HAS_OLD, ROW, WEIGHT, Kind, Layout, fields_of, old_name, split_rows
+from penstock.destinations.omitted import complete_rows, fetch_rows
 from penstock.destinations.refusals import rejected, unexpected, unreadable
 from penstock.destinations.row_groups import group_batches
 from penstock.errors import RESYNC, PenstockError, ValuesNotSent
@@ -265,9 +266,8 @@ def _filled(net: NetChanges, work: Work, keys: pa.Array, cells: pa.Table) -> Net
     if len(wanted) and work.is_fresh and not work.is_new:
         places = pc.index_in(net.touched.take(pa.array(wanted)), value_set=keys)
         before = _rows_before(work, net, wanted, cells.take(places), columns)
-    net = net.located(before)
-    rows, columns = net.incomplete()
-    return _from_source(net, rows, columns, work) if len(rows) else net
+    fetch = partial(fetch_rows, work.source, work.layout.schema)
+    return complete_rows(net.located(before), work.layout.schema, work.layout.key, fetch, list(work.layout.names))
 
 
 def _rows_before(
@@ -293,37 +293,6 @@ def _rows_before(
     kept = {name: column.filter(known) for name, column in texts.items() if name in columns}
     numbers = wanted[at.drop_null().to_numpy(zero_copy_only=False)]
     return KnownRows(numbers, table_before.filter(known).select(list(columns)).combine_chunks(), kept)
-
-
-def _from_source(net: NetChanges, rows: NDArray[np.int64], columns: Sequence[str], work: Work) -> NetChanges:
-    """Take unknown values from the source's rows, if these equal the change in every value that was sent.
-
-    If one differs or no longer exists, a later change of that row is on its way, and brings the row.
-    """
-    names, key = list(work.layout.names), work.layout.key
-    if work.source is None:
-        raise ValuesNotSent(
-            f"{work.table}: the server omitted a large value of a row, and the source cannot be asked for it",
-            table=work.table,
-        )
-    known = net.select(rows)
-    maps = join_texts({name: known.texts[name] for name in key if name in known.texts}, len(rows))
-    asked = known.table.select(key)
-    found = work.source.fetch(work.layout.schema, asked if maps is None else asked.append_column(UNREPRESENTABLE, maps))
-    found, texts = found.combine_chunks(), split_texts(found)
-    places = pc.index_in(keys_of(known.table, known.texts, key), value_set=keys_of(found, texts, key))
-    found = found.select(names).take(places).combine_chunks()
-    texts = {name: column.take(places) for name, column in texts.items()}
-    complete = net.completed(KnownRows(rows, found.select(list(columns)), texts))
-    written = complete.select(rows)
-    same = pc.equal(
-        keys_of(written.table, written.texts, names, whole=True),
-        keys_of(found.cast(written.table.schema), texts, names, whole=True),
-    )
-    changed = rows[~same.to_numpy(zero_copy_only=False)]
-    if len(changed):
-        logger.info("rows left out until their next change table=%s rows=%d", work.table, len(changed))
-    return complete.without(changed)
 
 
 class _Logged:

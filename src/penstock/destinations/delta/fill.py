@@ -1,30 +1,27 @@
-"""Fills omitted values from the rows that they were in before, or from the source; never with NULL.
+"""Fills omitted values from the rows that they were in before, or from the source (`omitted`); never with NULL.
 
-Only the rows and columns that are needed are read. When an update makes a row match a publication's row filter, it
-arrives as an insert without its large values, and no file has them. Then the task fetches the current row from the
-source. If it equals the insert in every value that was sent, the other values are the right ones, too. If it differs or
-no longer exists, the values cannot be determined; but then a later change of that row is on its way, so the task leaves
-the row out, and that change adds or deletes it.
+Only the rows and columns that are needed are read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from penstock.changes.columns import in_one_piece
-from penstock.changes.compaction import KnownRows, NetChanges, keys_of
-from penstock.changes.segment import UNREPRESENTABLE, Texts, join_texts, split_texts
+from penstock.changes.compaction import KnownRows, NetChanges
+from penstock.changes.segment import UNREPRESENTABLE, Texts, split_texts
 from penstock.destinations.base import SourceRows
 from penstock.destinations.delta.files import iterate_rows
 from penstock.destinations.delta.index import FileMatch
 from penstock.destinations.delta.layout import TableLayout
 from penstock.destinations.delta.storage import Storage
+from penstock.destinations.omitted import complete_rows, fetch_rows
 from penstock.destinations.refusals import unknown_row
 from penstock.freed_memory import release_freed_memory
 
@@ -56,8 +53,7 @@ def fill(
             del before, part  # its rows are in the located part now
             yield parts.pop()
             release_freed_memory()
-    rows, columns = net.incomplete()
-    parts.append(_ask(net, rows, columns, layout, source) if len(rows) else net)
+    parts.append(_ask(net, layout, source) if len(net.incomplete()[0]) else net)
     del net
     yield parts.pop()
 
@@ -100,40 +96,18 @@ def _known(numbers: list[NDArray[np.int64]], tables: list[pa.Table], columns: li
     return KnownRows(found, table.select(columns), split_texts(table))
 
 
-def _ask(
-    net: NetChanges, rows: NDArray[np.int64], columns: Sequence[str], layout: TableLayout, source: SourceRows | None
-) -> NetChanges:
+def _ask(net: NetChanges, layout: TableLayout, source: SourceRows | None) -> NetChanges:
     """Take unknown values from the source's rows, if these equal the change in every known value."""
-    table = str(layout.source)
     if source is None or not layout.key:
-        raise unknown_row(table, "a row has omitted values, and there is no old row to take them from")
-    known = net.select(rows)
-    keys = keys_of(known.table, known.texts, layout.key)
-    found, texts = _fetch(known, layout, source)
-    places = pc.index_in(keys, value_set=keys_of(found, texts, layout.key))
-    found = found.take(places).combine_chunks()
-    texts = {name: column.take(places) for name, column in texts.items()}
-    complete = net.completed(KnownRows(rows, found.select(list(columns)), texts))
-    written = complete.select(rows)
-    same = pc.equal(
-        keys_of(written.table, written.texts, layout.columns, whole=True),
-        keys_of(found, texts, layout.columns, whole=True),
-    )
-    changed = rows[~same.to_numpy(zero_copy_only=False)]
-    if len(changed):
-        logger.info("rows left out until their next change table=%s rows=%d", layout.source, len(changed))
-    return complete.without(changed)
+        raise unknown_row(str(layout.source), "a row has omitted values, and there is no old row to take them from")
+    return complete_rows(net, layout.source, layout.key, partial(_fetch, layout, source), layout.columns)
 
 
-def _fetch(known: KnownRows, layout: TableLayout, source: SourceRows) -> tuple[pa.Table, Texts]:
+def _fetch(layout: TableLayout, source: SourceRows, keys: pa.Table, texts: Texts) -> tuple[pa.Table, Texts]:
     """Return the source's rows with these keys, with the names and types of the lake."""
     segment_names = {lake: name for name, lake in layout.renames.items()}
-    asked = known.table.select(layout.key)
-    asked = asked.rename_columns([segment_names[name] for name in layout.key])
-    maps = join_texts(
-        {segment_names[name]: known.texts[name] for name in layout.key if name in known.texts}, len(asked)
-    )
-    answers = source.fetch(layout.source, asked if maps is None else asked.append_column(UNREPRESENTABLE, maps))
-    texts = {layout.renames[name]: column for name, column in split_texts(answers).items()}
-    answers = answers.select(list(layout.renames))
-    return layout.fit(answers.rename_columns(list(layout.renames.values()))).combine_chunks(), texts
+    asked = keys.rename_columns([segment_names[name] for name in layout.key])
+    own = {segment_names[name]: texts[name] for name in layout.key if name in texts}
+    answers, found = fetch_rows(source, layout.source, asked, own)
+    answers = answers.select(list(layout.renames)).rename_columns(list(layout.renames.values()))
+    return layout.fit(answers).combine_chunks(), {layout.renames[name]: column for name, column in found.items()}

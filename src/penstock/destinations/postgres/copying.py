@@ -36,6 +36,7 @@ from penstock.destinations.refusals import fenced_copy, rejected, unexpected
 from penstock.destinations.row_groups import group_batches
 from penstock.lsn import Lsn
 from penstock.schema import TableSchema, quote_identifier, quote_literal
+from penstock.schema.types import keeps_values
 from penstock.source.indexes import SourceIndex
 
 logger = logging.getLogger(__name__)
@@ -309,14 +310,18 @@ def _append_copy(session: Session, place: Target, before: Layout, target: CopyTa
 
 
 def _keep_deleted(session: Session, generation: Target, layout: Layout, before: Target, known: Layout) -> None:
-    """Add the rows that the destination keeps to a new copy: those that were deleted, and those that are gone now."""
-    shared = [attnum for attnum in layout.names if attnum in known.names]
+    """Add the rows that the destination keeps to a new copy: those that were deleted, and those that are gone now.
+
+    They have NULL in a column whose type no longer holds its values: there is no source row to convert them from.
+    """
+    shared = [attnum for attnum in layout.names if attnum in known.names and _converts(layout, known, attnum)]
     into = [quote_identifier(layout.names[attnum]) for attnum in shared]
     taken = [f"o.{quote_identifier(known.names[attnum])}::{layout.types[attnum]}" for attnum in shared]
     deleted_at = f"o.{DELETED_AT}"
     if layout.key:
         key = [column.attnum for column in layout.source.key]
-        if any(attnum not in known.names for attnum in key):
+        if any(attnum not in shared for attnum in key):
+            logger.warning("deleted rows are not kept, because the key changed table=%s", layout.source)
             return
         own = [quote_identifier(layout.names[attnum]) for attnum in key]
         old = [f"o.{quote_identifier(known.names[attnum])}::{layout.types[attnum]}" for attnum in key]
@@ -338,6 +343,16 @@ def _keep_deleted(session: Session, generation: Target, layout: Layout, before: 
     session.run(
         f"insert into {generation.sql} ({', '.join([*into, DELETED_AT])}) "
         f"select {', '.join([*taken, f'coalesce({deleted_at}, now())'])} from {source} where {condition}"
+    )
+
+
+def _converts(layout: Layout, known: Layout, attnum: int) -> bool:
+    """Return True if the column of a new copy holds every value of the earlier one."""
+    before, after = (next(c for c in each.source.columns if c.attnum == attnum) for each in (known, layout))
+    return (
+        known.types.get(attnum) == layout.types[attnum]
+        or layout.types[attnum] == "text"
+        or keeps_values((before.type, before.type_modifier), (after.type, after.type_modifier))
     )
 
 

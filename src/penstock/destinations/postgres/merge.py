@@ -7,8 +7,6 @@ key are found as a whole.
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import psycopg
 import pyarrow as pa
@@ -18,17 +16,16 @@ from numpy.typing import NDArray
 from penstock.changes.batch import Rows
 from penstock.changes.columns import ChangeColumns, read_changes
 from penstock.changes.compaction import NetChanges, compact, keys_of
-from penstock.changes.segment import UNREPRESENTABLE, Operation, Texts, field_names, join_texts, split_texts
+from penstock.changes.segment import Operation, Texts, field_names
 from penstock.destinations.base import SourceRows
+from penstock.destinations.omitted import fetch_rows, log_left_out, not_sent
 from penstock.destinations.postgres.encoding import Cells, cells_of, copy_text, printed
 from penstock.destinations.postgres.layout import DELETED_AT, Layout, Mode, Target, equality
-from penstock.destinations.postgres.new_rows import NewRows, key_cells, not_sent, take_keys
+from penstock.destinations.postgres.new_rows import NewRows, key_cells, take_keys
 from penstock.destinations.postgres.server import BY_HASH, BY_INDEX, Session
 from penstock.destinations.postgres.stages import Statements, has_exact_key, stage_tables
 from penstock.destinations.refusals import unknown_row
 from penstock.schema import TableSchema, quote_identifier
-
-logger = logging.getLogger(__name__)
 
 
 def merge_rows(session: Session, target: Target, layout: Layout, step: Rows, source: SourceRows | None) -> None:
@@ -161,18 +158,14 @@ def _fetched(rows: NewRows, missing: NDArray[np.int64], source: SourceRows | Non
     A row that has changed since then is left out; its next change brings it.
     """
     schema = rows.schema
-    if source is None or rows.omitted is None:
-        raise not_sent(str(schema))
+    assert rows.omitted is not None
     own = [each.take(pa.array(missing)) for each in rows.cells]
     numbers = {column.attnum: number for number, column in enumerate(schema.columns)}
     fields = field_names(schema)
     key = {fields[numbers[column.attnum]]: own[numbers[column.attnum]] for column in schema.key}
     texts = {name: cells.texts for name, cells in key.items() if cells.texts is not None}
     asked = pa.table({name: cells.array for name, cells in key.items()})
-    maps = join_texts(texts, asked.num_rows)
-    answers = source.fetch(schema, asked if maps is None else asked.append_column(UNREPRESENTABLE, maps))
-    answers = answers.combine_chunks()
-    answered = split_texts(answers)
+    answers, answered = fetch_rows(source, schema, asked, texts)
     places = pc.index_in(keys_of(asked, texts, [*key]), value_set=keys_of(answers, answered, [*key]))
     found = [each.take(places) for each in cells_of(answers, answered, schema)]
     same = places.is_valid().to_numpy(zero_copy_only=False)
@@ -182,8 +175,7 @@ def _fetched(rows: NewRows, missing: NDArray[np.int64], source: SourceRows | Non
         both = pc.and_(one.is_null(), other.is_null()).to_numpy(zero_copy_only=False)
         same = same & (equal | both | rows.omitted[missing, number])
     kept = pa.array(np.flatnonzero(same))
-    if len(kept) < len(missing):
-        logger.info("rows left out until their next change table=%s rows=%d", schema, len(missing) - len(kept))
+    log_left_out(schema, len(missing) - len(kept))
     return [each.take(kept) for each in found], len(kept)
 
 

@@ -18,7 +18,6 @@ from penstock.changes.columns import ChangeColumns
 from penstock.changes.compaction import LIVE, NetChanges, touched_keys
 from penstock.changes.segment import Texts, field_names
 from penstock.destinations.postgres.encoding import Cells, cells_of
-from penstock.errors import ValuesNotSent
 from penstock.schema import TableSchema
 
 _TIME = pa.timestamp("us", "UTC")
@@ -122,10 +121,3 @@ def take_keys(keys: tuple[pa.Table, Texts], schema: TableSchema, at: NDArray[np.
         text = texts.get(name)
         found.append(Cells(array, types[name], None if text is None else text.take(index)))
     return found
-
-
-def not_sent(table: str) -> ValuesNotSent:
-    """A row with omitted values replaces one that the destination does not have."""
-    return ValuesNotSent(
-        f"{table}: a change omits values, and the destination does not have the row that it replaces", table=table
-    )

@@ -37,9 +37,10 @@ from penstock.changes.segment import (
 from penstock.changes.steps import Truncation
 from penstock.destinations.base import CopyRange, RangeReader
 from penstock.destinations.batch_events import read_segment
+from penstock.destinations.omitted import not_sent
 from penstock.destinations.postgres.encoding import cells_of
 from penstock.destinations.postgres.history import BEFORE_ALL, COPIED, TRUNCATED, identities
-from penstock.destinations.postgres.new_rows import NewRows, key_cells, not_sent, take_keys
+from penstock.destinations.postgres.new_rows import NewRows, key_cells, take_keys
 from penstock.destinations.refusals import other_writer, rejected, unexpected, unknown_row, unreadable
 from penstock.destinations.row_groups import group_batches
 from penstock.destinations.snowflake.connection import Connection, Session, failure, translated

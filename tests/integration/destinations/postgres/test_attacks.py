@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +308,16 @@ def test_a_database_that_publishes_all_tables_accepts_deletes_from_tables_withou
         transaction.delete(LINES, {"level": 1, "line": "a"})
     write(destination, source.batch())
     assert database.execute("select line from mirror.lines") == [("b",)]
+
+
+def test_kept_rows_do_not_stop_a_copy_with_columns_of_other_types(database, source):
+    """A column can be altered with any expression: old values may not be values of its new type."""
+    destination = started(database, mode="soft_delete")
+    copy(destination, source, ORDERS, [order(1, "no date"), order(2)])
+    with source.transaction() as transaction:
+        transaction.delete(ORDERS, {"id": 1})
+    write(destination, source.batch())
+    changed = table(KEY, replace(ORDERS.columns[1], type=PostgresType(1082, "date")), ORDERS.columns[2])
+    copy(destination, source, changed, [order(2, date(2020, 1, 1))], attempt="attempt-2")
+    found = database.execute("select id, note::text, _deleted_at is null from mirror.orders order by 1")
+    assert found == [(1, None, False), (2, "2020-01-01", True)]
